@@ -1,0 +1,990 @@
+"""Faults that can be seen before training: in the rows, the tokenizer, the arguments and the weights.
+
+Every fault is one line of a table: its code, the function that sees it, and what to say about it. `ROW_CHECKS` look at
+a batch of rows, `WHOLE_CHECKS` at columns that only make sense as a whole, `SETUP_CHECKS` at everything else.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanlab.errors import InputError
+from nanlab.findings import Finding, Findings
+
+ANSWERS = ("chosen", "rejected", "reference", "completion")
+NUMBERS = ("reward", "rewards", "ref_chosen_logps", "ref_rejected_logps")
+_TOKENISED = ("input_ids", "labels", "completion_mask")
+_USED = ("prompt", *ANSWERS, "text", "messages", *_TOKENISED, *NUMBERS, "group", "label")
+_BATCH = 1000  # rows tokenised at a time: enough to keep a fast tokenizer busy, a few MB of ids
+_IGNORED = -100  # the label that cross-entropy leaves out
+
+
+def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, args=None) -> Preflight:
+    """Look for what would make this training NaN, or teach nothing, before it starts.
+
+    Args:
+        dataset: a `datasets.Dataset`, or a list of rows (dicts). Columns: `prompt` `chosen` `rejected` (`reference`),
+            or `prompt` `completion` (`reward` `group` `label`), or `text`, or `messages`, or `input_ids` (`labels`).
+            Text may be strings or chat messages.
+        tokenizer: the tokenizer that the run uses; a fast one, for speed.
+        max_length: tokens kept of prompt and answer together; by default `args.max_length`.
+        model: optional; its weights and buffers are read, never changed.
+        args: optional; the `TrainingArguments`, or a TRL configuration.
+
+    Returns:
+        `Preflight`: a sequence of findings whose `clean(dataset)` drops the rows that cannot be trained on.
+
+    Raises:
+        InputError: no rows, no known column, chat rows without a chat template, or a `max_length` below 1.
+    """
+    rows = _Rows(dataset)
+    setup = Setup(tokenizer, args, model, _max_length(max_length, args), rows.names, len(rows))
+    seen, gathered = _look_at_rows(rows, setup)
+    findings, dead = [], np.zeros(len(rows), dtype=bool)
+
+    def note(check: RowCheck, places: Sequence[int]) -> None:
+        if len(places):
+            findings.append(check.finding(places))
+            dead[places] |= check.drop
+
+    for check, places in seen.items():
+        note(check, places)
+    for check in WHOLE_CHECKS:
+        note(check, array("q", check.see(Whole(gathered, dead))))
+    findings += [check.finding(things) for check in SETUP_CHECKS if (things := check.see(setup))]
+    return Preflight(findings, dead)
+
+
+class Preflight(Findings):
+    """What `preflight` found."""
+
+    def __init__(self, findings: Sequence[Finding], dead: np.ndarray) -> None:
+        super().__init__(findings, subject=f"{len(dead):,} rows and the set-up", unit="row")
+        self._dead = dead
+
+    def clean(self, dataset):
+        """The same kind of data set without the rows that cannot be trained on; prints how many went, and why.
+
+        Rows that are only cut short stay. A row with several faults is counted under the first.
+
+        Raises:
+            InputError: this is not the data set that was looked at (another number of rows).
+        """
+        if len(dataset) != len(self._dead):
+            raise InputError(
+                f"clean() got {len(dataset)} rows, preflight saw {len(self._dead)}: give it the same data set"
+            )
+        keep = np.flatnonzero(~self._dead)
+        left, why = self._dead.copy(), []
+        for finding in self:
+            first = [row for row in finding.rows if left[row]] if finding.code in _DROPPED else []
+            left[first] = False
+            if first:
+                why.append(f"{len(first):,} {finding.code}")
+        print(f"kept {len(keep):,} of {len(dataset):,} rows" + (f"; dropped {', '.join(why)}" if why else ""))
+        return dataset.select(keep) if hasattr(dataset, "select") else [dataset[int(row)] for row in keep]
+
+
+# ---------------------------------------------------------------------------------------------------------------- input
+
+
+def _max_length(max_length: int | None, args) -> int | None:
+    limit = max_length if max_length is not None else getattr(args, "max_length", None)
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise InputError(f"max_length is {limit!r}: give a whole number of tokens, at least 1")
+    return limit
+
+
+class _Rows:
+    """Columns of a data set, a batch at a time; the same for a `datasets.Dataset` and for a list of dicts."""
+
+    def __init__(self, dataset) -> None:
+        if isinstance(dataset, Mapping):
+            raise InputError(f"this data set has several splits ({', '.join(map(str, dataset))}): give one of them")
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise InputError(
+                f"a {type(dataset).__name__} cannot be read by row: give a datasets.Dataset or a list of dicts"
+            )
+        if len(dataset) == 0:
+            raise InputError("the data set has no rows")
+        self._table = hasattr(dataset, "select_columns")
+        names = dataset.column_names if self._table else _keys(dataset)
+        self.names = [name for name in _USED if name in names]
+        if not {"prompt", *ANSWERS, "text", "messages", "input_ids"} & set(self.names):
+            raise InputError(
+                f"no column to look at: found {', '.join(map(str, names))}; wanted e.g. prompt, chosen, rejected"
+            )
+        self._dataset = dataset.with_format(None).select_columns(self.names) if self._table else dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, list]]]:
+        for start in range(0, len(self), _BATCH):
+            stop = min(start + _BATCH, len(self))
+            if self._table:
+                yield start, self._dataset[start:stop]
+            else:
+                rows = [self._dataset[row] for row in range(start, stop)]
+                yield start, {name: [row.get(name) for row in rows] for name in self.names}
+
+
+def _keys(rows) -> list[str]:
+    names: dict[str, None] = {}
+    for number in range(len(rows)):
+        row = rows[number]
+        if not isinstance(row, Mapping):
+            raise InputError(f"row {number} is a {type(row).__name__}, not a dict of columns")
+        names.update(dict.fromkeys(row))
+    return list(names)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that is fixed before the first row: what every check may ask."""
+
+    tokenizer: Any
+    args: Any
+    model: Any
+    max_length: int | None
+    columns: Sequence[str]
+    size: int
+
+    @cached_property
+    def tokenised(self) -> bool:
+        return "input_ids" in self.columns
+
+    @cached_property
+    def answers(self) -> list[str]:
+        return [] if self.tokenised else [name for name in ANSWERS if name in self.columns]
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The columns that must hold text."""
+        if self.tokenised:
+            return []
+        return [name for name in ("prompt", *self.answers) if name in self.columns] or [self.plain]
+
+    @cached_property
+    def plain(self) -> str:
+        return "text" if "text" in self.columns else "messages"
+
+    @cached_property
+    def trl(self) -> bool:
+        """A TRL trainer: it appends eos to every answer, and masks padding by position, never by id."""
+        return any(base.__module__.partition(".")[0] == "trl" for base in type(self.args).__mro__)
+
+    @cached_property
+    def keep_end(self) -> bool:
+        return getattr(self.args, "truncation_mode", "keep_start") == "keep_end"
+
+    @cached_property
+    def embedding_rows(self) -> int | None:
+        table = self.model.get_input_embeddings() if hasattr(self.model, "get_input_embeddings") else None
+        return getattr(table, "num_embeddings", None)
+
+    @cached_property
+    def ids_may_overflow(self) -> bool:
+        """Only then is every id worth a look."""
+        if self.embedding_rows is None:
+            return False
+        return self.tokenised or max(self.tokenizer.get_vocab().values(), default=0) >= self.embedding_rows
+
+
+# ------------------------------------------------------------------------------------------------------- rows to tokens
+
+
+class Tokens(NamedTuple):
+    """One column of a batch in tokens: `ids` of prompt and answer together, and where the answer starts."""
+
+    ids: list[list[int]]
+    start: np.ndarray  # (rows,) int64: tokens before the first that carries loss
+    total: np.ndarray  # (rows,) int64: tokens before truncation
+
+
+@dataclass
+class Batch:
+    """Some rows, tokenised as the trainers do it. Only rows that are `ok`, with text in every column, are tokenised."""
+
+    start: int  # number of the first row
+    columns: dict[str, list]
+    setup: Setup
+    faults: dict[str, np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kinds = [[_fault(value) for value in self.columns[name]] for name in self.setup.texts]
+        size = len(next(iter(self.columns.values())))
+        table = np.array(kinds, dtype=object).reshape(len(kinds), size)
+        self.faults = {kind: (table == kind).any(axis=0) for kind in ("missing", "empty", "not text")}
+
+    @cached_property
+    def ok(self) -> np.ndarray:
+        return ~np.logical_or.reduce(list(self.faults.values()))
+
+    @cached_property
+    def tokens(self) -> dict[str, Tokens]:
+        if self.setup.tokenised:
+            return {"labels": _from_labels(self.columns)}
+        rows = np.flatnonzero(self.ok).tolist()
+        if not rows:
+            return {}
+        if self.setup.answers:
+            return _tokenise_answers(self, rows)
+        return {self.setup.plain: _tokenise_plain(self, rows)}
+
+    def kept(self, tokens: Tokens) -> np.ndarray:
+        """Tokens of the answer that carry loss after truncation, (rows,) int64."""
+        limit = self.setup.max_length
+        if limit is None:
+            return tokens.total - tokens.start
+        if self.setup.keep_end:
+            return np.minimum(tokens.total - tokens.start, limit)
+        return np.maximum(np.minimum(tokens.total, limit) - tokens.start, 0)
+
+    def none(self) -> np.ndarray:
+        return np.zeros(len(self.ok), dtype=bool)
+
+    def spread(self, seen: np.ndarray) -> np.ndarray:
+        """From tokenised rows back to all rows."""
+        every = self.none()
+        every[self.ok] = seen
+        return every
+
+
+def _fault(value) -> str:
+    """Why a value is no text: "missing", "empty", "not text"; "" where it is text or chat messages."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "missing"
+    if isinstance(value, str):
+        return "" if value.strip() else "empty"
+    if not isinstance(value, list) or not all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+        return "not text"
+    said = [turn.get("content") or turn.get("tool_calls") for turn in value]
+    return "" if said and all(said) else "empty"
+
+
+def _encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
+    # A chat template writes its own special tokens.
+    return tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _render(setup: Setup, row: int, messages: list, **options) -> str:
+    from jinja2 import TemplateError
+
+    if not getattr(setup.tokenizer, "chat_template", None):
+        raise InputError(f"row {row} holds chat messages but the tokenizer has no chat_template: set one, or give text")
+    try:
+        return setup.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except TemplateError as error:
+        raise InputError(f"row {row}: the chat template refuses these messages: {error}") from error
+
+
+def _is_chat(batch: Batch, row: int, values: list) -> bool:
+    chat = isinstance(values[0], list)
+    if any(isinstance(value, list) != chat for value in values):
+        raise InputError(f"row {batch.start + row} mixes text and chat messages: use one of them everywhere")
+    return chat
+
+
+def _pair(batch: Batch, row: int) -> tuple[str, ...]:
+    """The prompt, and the prompt with each answer, as the strings that are tokenised."""
+    setup, number = batch.setup, batch.start + row
+    answers = [batch.columns[name][row] for name in setup.answers]
+    if "prompt" in batch.columns:
+        prompt = batch.columns["prompt"][row]
+    else:  # the prompt is what the answers share
+        shared = min([len(answer) - 1 for answer in answers] + [_shared(answers[0], answer) for answer in answers[1:]])
+        shared = shared if len(answers) > 1 else 0
+        prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
+    if _is_chat(batch, row, [prompt, *answers]):
+        opening = _render(setup, number, prompt, add_generation_prompt=True) if prompt else ""
+        return opening, *(_render(setup, number, prompt + answer) for answer in answers)
+    eos = setup.tokenizer.eos_token or ""
+    return prompt, *(prompt + (answer if answer.endswith(eos) else answer + eos) for answer in answers)
+
+
+def _tokenise_answers(batch: Batch, rows: list[int]) -> dict[str, Tokens]:
+    first = [batch.columns[batch.setup.answers[0]][row] for row in rows]
+    chat = _is_chat(batch, rows[0], first)
+    texts = zip(*(_pair(batch, row) for row in rows), strict=True)
+    prompts, *wholes = [_encode(batch.setup.tokenizer, list(column), chat) for column in texts]
+    # Tokens may merge across the boundary, so the answer starts where the two tokenisations part.
+    start = np.array([min(_shared(prompt, ids) for ids in row) for prompt, *row in zip(prompts, *wholes, strict=True)])
+    named = zip(batch.setup.answers, wholes, strict=True)
+    return {name: Tokens(ids, start, np.fromiter(map(len, ids), int, len(ids))) for name, ids in named}
+
+
+def _shared(prompt: list[int], whole: list[int]) -> int:
+    if whole[: len(prompt)] == prompt:  # nearly always; compared in C
+        return len(prompt)
+    return next(
+        (at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole))
+    )
+
+
+def _tokenise_plain(batch: Batch, rows: list[int]) -> Tokens:
+    setup = batch.setup
+    texts = [batch.columns[setup.plain][row] for row in rows]
+    chat = _is_chat(batch, rows[0], texts)
+    eos = setup.tokenizer.eos_token or ""
+    if chat:
+        texts = [_render(setup, batch.start + row, text) for row, text in zip(rows, texts, strict=True)]
+    elif setup.trl:
+        texts = [text if text.endswith(eos) else text + eos for text in texts]
+    ids = _encode(setup.tokenizer, texts, chat)
+    # Nothing predicts the first token.
+    return Tokens(ids, np.ones(len(ids), dtype=int), np.fromiter(map(len, ids), int, len(ids)))
+
+
+def _from_labels(columns: dict[str, list]) -> Tokens:
+    """A tokenised row carries loss from its first counted label on; labels lie one ahead of what predicts them."""
+    ids = [list(one or ()) for one in columns["input_ids"]]
+    if "labels" in columns:
+        counted = [[label != _IGNORED for label in one or ()] for one in columns["labels"]]
+    elif "completion_mask" in columns:
+        counted = [[bool(flag) for flag in one or ()] for one in columns["completion_mask"]]
+    else:
+        counted = [[True] * len(one) for one in ids]
+    start = [next((at for at, flag in enumerate(one) if flag and at), len(one)) for one in counted]
+    return Tokens(ids, np.array(start), np.array([len(one) for one in counted]))
+
+
+# ------------------------------------------------------------------------------------------------------- faults of rows
+
+
+def _has(kind: str, batch: Batch) -> np.ndarray:
+    return batch.faults[kind]
+
+
+def _any_column(batch: Batch, see: Callable[[Tokens], np.ndarray]) -> np.ndarray:
+    """Rows where some column shows it."""
+    return batch.spread(np.logical_or.reduce([np.zeros(batch.ok.sum(), bool), *map(see, batch.tokens.values())]))
+
+
+def _no_label(batch: Batch) -> np.ndarray:
+    return _any_column(batch, lambda tokens: tokens.total - tokens.start <= 0)
+
+
+def _truncated_away(batch: Batch) -> np.ndarray:
+    return _any_column(batch, lambda tokens: batch.kept(tokens) == 0) & ~_no_label(batch)
+
+
+def _truncated_partly(batch: Batch) -> np.ndarray:
+    def cut(tokens: Tokens) -> np.ndarray:
+        kept = batch.kept(tokens)
+        return (kept > 0) & (kept < tokens.total - tokens.start)
+
+    # A tokenised or plain row is expected to be cut to length; an answer that loses its end is not.
+    return _any_column(batch, cut) if batch.setup.answers else batch.none()
+
+
+def _identical_pair(batch: Batch) -> np.ndarray:
+    if not {"chosen", "rejected"} <= batch.tokens.keys():
+        return batch.none()
+    chosen, rejected = batch.tokens["chosen"], batch.tokens["rejected"]
+    limit = batch.setup.max_length
+    seen = slice(None) if limit is None else slice(-limit, None) if batch.setup.keep_end else slice(limit)
+    same = [a[seen] == b[seen] for a, b in zip(chosen.ids, rejected.ids, strict=True)]
+    return batch.spread(np.array(same)) & ~_truncated_away(batch)
+
+
+def _answer_only_of(special: set[int | None], batch: Batch) -> np.ndarray:
+    def only(tokens: Tokens) -> np.ndarray:
+        bodies = (ids[start:] for ids, start in zip(tokens.ids, tokens.start, strict=True))
+        return np.fromiter((bool(body) and special.issuperset(body) for body in bodies), bool, len(tokens.ids))
+
+    return _any_column(batch, only) if batch.setup.answers else batch.none()
+
+
+def _all_unk(batch: Batch) -> np.ndarray:
+    tokenizer = batch.setup.tokenizer
+    lost = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {None}
+    if not lost:
+        return batch.none()
+    return _answer_only_of(lost | {tokenizer.eos_token_id}, batch) & ~_only_special(batch)
+
+
+def _only_special(batch: Batch) -> np.ndarray:
+    """Nothing but bos and eos. Where one of them is also unk or pad, the answer is lost in the same way."""
+    tokenizer = batch.setup.tokenizer
+    return _answer_only_of({tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}, batch)
+
+
+def _outside_vocabulary(batch: Batch) -> np.ndarray:
+    if not batch.setup.ids_may_overflow:
+        return batch.none()
+    known = range(batch.setup.embedding_rows)
+
+    def outside(tokens: Tokens) -> np.ndarray:
+        return np.array([bool(ids) and (max(ids) not in known or min(ids) not in known) for ids in tokens.ids])
+
+    return _any_column(batch, outside)
+
+
+def _eos_label_lost(batch: Batch) -> np.ndarray:
+    """The eos right after a counted label has none itself; a second eos after it is padding."""
+    eos = batch.setup.tokenizer.eos_token_id
+    if not {"input_ids", "labels"} <= batch.columns.keys() or eos is None:
+        return batch.none()
+
+    def lost(ids: list[int], labels: list[int]) -> bool:
+        steps = zip(ids, ids[1:], labels, labels[1:], strict=False)
+        return any(
+            token == eos != before and label == _IGNORED != label_before for before, token, label_before, label in steps
+        )
+
+    pairs = zip(batch.columns["input_ids"], batch.columns["labels"], strict=True)
+    return np.array([lost(ids or [], labels or []) for ids, labels in pairs])
+
+
+def _number(value) -> float:
+    """A reward as a float; NaN for whatever is none. A list (one reward a token) is NaN if any entry is."""
+    if isinstance(value, list | tuple):
+        return sum(map(_number, value)) if value else math.nan
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def _bad_reward(batch: Batch) -> np.ndarray:
+    seen = batch.none()
+    for name in NUMBERS:
+        seen |= np.isnan([_number(value) for value in batch.columns.get(name, ())] or [0.0])
+    return seen
+
+
+class RowCheck(NamedTuple):
+    """`see(batch)` gives one bool a row. `drop`: such a row cannot be trained on."""
+
+    code: str
+    see: Callable[..., np.ndarray]
+    message: str
+    fix: str
+    lesson: str
+    drop: bool = True
+    confidence: str = "certain"
+
+    def finding(self, rows: Sequence[int]) -> Finding:
+        message = self.message.format(rows="1 row" if len(rows) == 1 else f"{len(rows):,} rows")
+        return Finding(self.code, len(rows), message, self.fix, self.lesson, rows, self.confidence)
+
+
+EMPTY, UNK, STD = "03_empty_batch", "05_unk_pad", "02_zero_std"
+HALF, DIRTY, GUARD = "06_fp16_overflow", "07_learning_rate_and_dirty_data", "09_guard"
+_DROP = "Drop them: rows = findings.clean(rows)."
+
+ROW_CHECKS = (
+    RowCheck(
+        "missing_text",
+        partial(_has, "missing"),
+        "{rows}: None in place of a prompt or an answer.",
+        _DROP,
+        DIRTY,
+    ),
+    RowCheck(
+        "not_text",
+        partial(_has, "not text"),
+        "{rows}: a prompt or an answer is neither text nor chat messages.",
+        _DROP,
+        DIRTY,
+    ),
+    RowCheck(
+        "empty_text",
+        partial(_has, "empty"),
+        "{rows}: a prompt or an answer is empty.",
+        _DROP,
+        EMPTY,
+    ),
+    RowCheck(
+        "truncated_away",
+        _truncated_away,
+        "{rows}: the prompt alone fills max_length, no token of an answer is left. A mean over nothing is NaN; a "
+        "sum over nothing is 0 and teaches nothing.",
+        "Raise max_length or shorten the prompts, or drop the rows: findings.clean(rows).",
+        EMPTY,
+    ),
+    RowCheck(
+        "no_label",
+        _no_label,
+        "{rows}: no token carries loss (all labels masked, or one token only), so the mean loss is NaN.",
+        "Look at what masks the labels (a marker not found, a wrong template), or drop the rows: findings.clean(rows).",
+        EMPTY,
+    ),
+    RowCheck(
+        "truncated_partly",
+        _truncated_partly,
+        "{rows}: max_length cuts off the end of an answer, and the eos with it.",
+        "Raise max_length if the ends matter; the rows can be trained on.",
+        EMPTY,
+        drop=False,
+    ),
+    RowCheck(
+        "identical_pair",
+        _identical_pair,
+        "{rows}: chosen and rejected are the same, or the same after truncation. The preference has no gradient.",
+        "Drop them: rows = findings.clean(rows).",
+        DIRTY,
+    ),
+    RowCheck(
+        "all_unk",
+        _all_unk,
+        "{rows}: an answer is made of unk or pad ids only. A collator that masks by id leaves no label.",
+        "Use a tokenizer that knows the script, or drop the rows: findings.clean(rows).",
+        UNK,
+    ),
+    RowCheck(
+        "only_special_tokens",
+        _only_special,
+        "{rows}: an answer holds nothing but bos and eos tokens.",
+        _DROP,
+        UNK,
+    ),
+    RowCheck(
+        "id_outside_vocabulary",
+        _outside_vocabulary,
+        "{rows}: token ids without an embedding row. An index error on CPU, a device assert or garbage on a GPU.",
+        "Call model.resize_token_embeddings(len(tokenizer)), or use the model's own tokenizer.",
+        UNK,
+    ),
+    RowCheck(
+        "eos_label_lost",
+        _eos_label_lost,
+        "{rows}: the answer is counted but its eos is masked, so the model never learns to stop.",
+        "Mask padding by position, not by id; with pad = eos, add a pad token of its own.",
+        UNK,
+        drop=False,
+    ),
+    RowCheck(
+        "bad_reward",
+        _bad_reward,
+        "{rows}: a reward (or a reference log-prob) is None, NaN, inf or no number.",
+        _DROP,
+        STD,
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------------------- rows as a whole
+
+
+class Whole(NamedTuple):
+    """What is gathered from all rows; `dead` marks those that other faults have ruled out, one bool a row."""
+
+    columns: dict[str, list]
+    dead: np.ndarray
+
+    def groups(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows and rewards of each group, living rows only."""
+        members: dict[Any, list[int]] = {}
+        if {"group", "reward"} <= self.columns.keys():
+            for row in np.flatnonzero(~self.dead).tolist():
+                members.setdefault(self.columns["group"][row], []).append(row)
+        for rows in members.values():
+            yield np.array(rows), np.array([_number(self.columns["reward"][row]) for row in rows])
+
+
+def _group_of_one(whole: Whole) -> list[int]:
+    return [int(rows[0]) for rows, _ in whole.groups() if len(rows) == 1]
+
+
+def _constant_group(whole: Whole) -> list[int]:
+    """Equal up to float32 rounding: 7 × 0.1 has a standard deviation that is noise, not 0."""
+    equal = (rows for rows, rewards in whole.groups() if np.ptp(rewards) <= 1e-6 * np.abs(rewards).max())
+    return sorted(row for rows in equal for row in rows.tolist())
+
+
+def _one_class(whole: Whole) -> list[int]:
+    """KTO's desirable and undesirable answers; a label of another type is not about KTO."""
+    labels = whole.columns.get("label", ())
+    same = len(labels) > 1 and isinstance(labels[0], bool) and all(label is labels[0] for label in labels)
+    return list(range(len(labels))) if same else []
+
+
+def _look_at_rows(rows: _Rows, setup: Setup) -> tuple[dict[RowCheck, array], dict[str, list]]:
+    """One pass: the guilty rows of each check, and the columns that are judged as a whole."""
+    from tqdm import tqdm
+
+    seen = {check: array("q") for check in ROW_CHECKS}
+    gathered: dict[str, list] = {name: [] for name in ("reward", "group", "label") if name in setup.columns}
+    with tqdm(total=len(rows), desc="preflight", unit=" rows", disable=None) as bar:  # None: off unless a terminal
+        for start, columns in rows:
+            batch = Batch(start, columns, setup)
+            for check in ROW_CHECKS:
+                seen[check].extend((np.flatnonzero(check.see(batch)) + start).tolist())
+            for name, column in gathered.items():
+                column += columns[name]
+            bar.update(len(batch.ok))
+    return seen, gathered
+
+
+WHOLE_CHECKS = (
+    RowCheck(
+        "group_of_one",
+        _group_of_one,
+        "{rows}: alone in a group. The standard deviation of one reward is NaN, or 0.",
+        "Give every prompt at least two answers, or drop the rows: findings.clean(rows).",
+        STD,
+    ),
+    RowCheck(
+        "constant_group",
+        _constant_group,
+        "{rows}: all rewards of the group are equal. Its advantages are 0/0, or rounding noise blown up to ±1.",
+        "Use nanlab.numerics.group_advantages, which gives such a group 0, or drop the rows: findings.clean(rows).",
+        STD,
+    ),
+    RowCheck(
+        "one_class_labels",
+        _one_class,
+        "{rows}, all of them: the same KTO label. The mean over the other class is a mean of nothing.",
+        "Mix desirable and undesirable answers, and shuffle.",
+        EMPTY,
+        drop=False,
+    ),
+)
+
+
+_DROPPED = {check.code for check in (*ROW_CHECKS, *WHOLE_CHECKS) if check.drop}
+
+
+# ------------------------------------------------------------------------------------------------ faults of the set-up
+
+
+def _no_pad(setup: Setup) -> list[str]:
+    return ["pad_token"] if setup.tokenizer.pad_token_id is None and not setup.trl else []
+
+
+def _eos_lost(setup: Setup) -> list[str]:
+    """pad = eos harms only where labels are masked by id: DataCollatorForLanguageModeling, not TRL's collators."""
+    tokenizer = setup.tokenizer
+    same = tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id
+    by_id = not setup.trl and not setup.answers and not {"labels", "completion_mask"} & set(setup.columns)
+    return [str(tokenizer.eos_token)] if same and by_id else []
+
+
+def _special_outside(setup: Setup) -> list[str]:
+    if setup.embedding_rows is None:
+        return []
+    ids = {name: getattr(setup.tokenizer, f"{name}_token_id") for name in ("pad", "unk", "bos", "eos")}
+    return [
+        f"{name} = {number}" for name, number in ids.items() if number is not None and number >= setup.embedding_rows
+    ]
+
+
+def _filter_on(setup: Setup) -> list[str]:
+    return ["logging_nan_inf_filter"] if getattr(setup.args, "logging_nan_inf_filter", False) else []
+
+
+def _optimizer(setup: Setup) -> str:
+    optim = getattr(setup.args, "optim", "")
+    return str(getattr(optim, "value", optim))
+
+
+def _bad_rate(setup: Setup) -> list[str]:
+    rate = getattr(setup.args, "learning_rate", None)
+    return [] if rate is None or (math.isfinite(rate) and rate >= 0) else [str(rate)]
+
+
+def _huge_rate(setup: Setup) -> list[str]:
+    rate = getattr(setup.args, "learning_rate", None)
+    limit = 10.0 if "sgd" in _optimizer(setup) else 0.01  # Adam moves every weight by about the rate itself
+    return [f"{rate:g}"] if rate is not None and math.isfinite(rate) and rate >= limit else []
+
+
+def _fp16_trained(setup: Setup) -> list[str]:
+    import torch
+
+    named = setup.model.named_parameters() if setup.model is not None else ()
+    return [name for name, weight in named if weight.requires_grad and weight.dtype == torch.float16]
+
+
+def _scaler_refuses(setup: Setup) -> list[str]:
+    return _fp16_trained(setup) if getattr(setup.args, "fp16", False) else []
+
+
+def _eps_is_zero(eps: float, dtype) -> bool:
+    import torch
+
+    return torch.tensor(eps, dtype=torch.float64).to(dtype).item() == 0
+
+
+def _fp16_adam(setup: Setup) -> list[str]:
+    """The unfused Adam computes in the dtype of the weights. Without `args` the optimizer is not known."""
+    import torch
+
+    unfused = setup.args is not None and _optimizer(setup) in ("adamw_torch", "adamw_hf")
+    eps = getattr(setup.args, "adam_epsilon", 1e-8)
+    return _fp16_trained(setup) if unfused and not _scaler_refuses(setup) and _eps_is_zero(eps, torch.float16) else []
+
+
+def _fp16_adapters(setup: Setup) -> list[str]:
+    return [name for name in _fp16_trained(setup) if "lora_" in name or ".adapter" in name]
+
+
+def _fp16_weights(setup: Setup) -> list[str]:
+    told = _scaler_refuses(setup) or _fp16_adam(setup) or _fp16_adapters(setup)
+    return [] if told else _fp16_trained(setup)
+
+
+# Trained in bfloat16, with activations that leave the range of float16 (65504).
+_WIDE_FAMILIES = {"gemma", "gemma2", "gemma3", "gemma3_text", "t5", "mt5", "umt5"}
+
+
+def _wide_family(setup: Setup) -> list[str]:
+    import torch
+
+    family = getattr(getattr(setup.model, "config", None), "model_type", "")
+    half = getattr(setup.args, "fp16", False) or any(t.dtype == torch.float16 for _, t in _tensors(setup))
+    return [family] if family in _WIDE_FAMILIES and half else []
+
+
+def _tensors(setup: Setup, buffers: bool = False) -> Iterator[tuple[str, Any]]:
+    """Named floating-point parameters (or buffers) that hold data."""
+    if setup.model is None:
+        return
+    named = setup.model.named_buffers() if buffers else setup.model.named_parameters()
+    yield from ((name, t.detach()) for name, t in named if t.is_floating_point() and t.numel())
+
+
+def _range(tensor) -> tuple[float, float]:
+    """Smallest and largest entry in one pass and without a copy; NaN, if any entry is, in both."""
+    lowest, highest = (tensor.float() if tensor.element_size() == 1 else tensor).aminmax()
+    return lowest.item(), highest.item()
+
+
+def _on_meta(setup: Setup) -> list[str]:
+    return [name for kind in (False, True) for name, tensor in _tensors(setup, kind) if tensor.is_meta]
+
+
+def _bad_weights(setup: Setup) -> list[str]:
+    named = ((name, tensor) for name, tensor in _tensors(setup) if not tensor.is_meta)
+    return [name for name, tensor in named if not all(map(math.isfinite, _range(tensor)))]
+
+
+def _bad_buffers(setup: Setup) -> list[str]:
+    """NaN or +inf; a −inf is how attention masks are written. Known buffers also have a range."""
+    seen = []
+    for name, tensor in _tensors(setup, buffers=True):
+        if tensor.is_meta:
+            continue
+        low, high = _range(tensor)
+        variance = name.endswith("running_var") and low < 0
+        frequency = "inv_freq" in name and (low < 0 or high > 1 or high == 0)
+        if math.isnan(low) or high == math.inf or variance or frequency:
+            seen.append(name)
+    return seen
+
+
+def _uninitialised(setup: Setup) -> list[str]:
+    """What fresh memory looks like: absurdly large entries, or many that are below the smallest normal number."""
+    import torch
+
+    seen = []
+    for name, tensor in _tensors(setup):
+        if tensor.is_meta or not all(map(math.isfinite, bounds := _range(tensor))):
+            continue
+        sample = tensor.reshape(-1)[:: max(1, tensor.numel() // 65536)]
+        tiny = (
+            0 if tensor.dtype == torch.float16 else torch.finfo(torch.float32).tiny
+        )  # fp16 weights are often subnormal
+        subnormal = ((sample != 0) & (sample.abs() < tiny)).float().mean().item()
+        if max(map(abs, bounds)) > 1e4 or subnormal > 0.01:
+            seen.append(name)
+    return seen
+
+
+def _norms(setup: Setup) -> Iterator[tuple[str, Any]]:
+    modules = setup.model.named_modules() if setup.model is not None else ()
+    for name, module in modules:
+        weight = getattr(module, "weight", None)
+        if "norm" in type(module).__name__.lower() and weight is not None and not weight.is_meta:
+            yield name, module
+
+
+def _answer_to(module, value: float):
+    """What a norm layer makes of a constant row. A batch norm would update its statistics, so it is left out."""
+    import torch
+
+    if isinstance(module, torch.nn.modules.batchnorm._NormBase):
+        return None
+    row = torch.full((1, 1, *module.weight.shape), value, dtype=module.weight.dtype, device=module.weight.device)
+    row[..., ::2] *= -2  # not constant unless it is 0
+    try:
+        with torch.no_grad():
+            return module(row)
+    except (TypeError, RuntimeError):  # a layer that wants more than one input: nothing can be said
+        return None
+
+
+def _dead_norms(setup: Setup) -> list[str]:
+    """A weight of zeros is right where the layer multiplies by 1 + weight, so the layer itself is asked."""
+    zeros = ((name, norm) for name, norm in _norms(setup) if norm.weight.numel() and not norm.weight.any())
+    return [name for name, norm in zeros if (out := _answer_to(norm, 1.0)) is not None and not out.any()]
+
+
+def _norm_eps(setup: Setup) -> list[str]:
+    """An eps that is 0 in the dtype of the layer, where a row of zeros then gives 0/0. Most layers compute in fp32."""
+    seen = []
+    for name, norm in _norms(setup):
+        eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+        if isinstance(eps, float | int) and _eps_is_zero(eps, norm.weight.dtype):
+            out = _answer_to(norm, 0.0)
+            if out is not None and not out.isfinite().all():
+                seen.append(name)
+    return seen
+
+
+class SetupCheck(NamedTuple):
+    """`see(setup)` gives the guilty things by name: settings, tokens or tensors."""
+
+    code: str
+    see: Callable[[Setup], list[str]]
+    message: str
+    fix: str
+    lesson: str
+    confidence: str = "certain"
+
+    def finding(self, things: list[str]) -> Finding:
+        named = ", ".join(things[:3]) + (", …" if len(things) > 3 else "")
+        message = self.message.format(named=named, count=len(things))
+        return Finding(self.code, len(things), message, self.fix, self.lesson, (), self.confidence)
+
+
+_FP32 = "Load the weights in float32 (or bfloat16) and let bf16=True or fp16=True do the casting."
+
+SETUP_CHECKS = (
+    SetupCheck(
+        "no_pad_token",
+        _no_pad,
+        "The tokenizer has no pad token: rows of different length cannot share a batch.",
+        "Set tokenizer.pad_token; a token of its own is safest.",
+        UNK,
+    ),
+    SetupCheck(
+        "eos_lost",
+        _eos_lost,
+        "pad and eos are one token ({named}): a collator that masks padding by id masks the real eos too, and "
+        "the model never learns to stop.",
+        "Add a pad token of its own, or use a collator that masks by position.",
+        UNK,
+        "possible",
+    ),
+    SetupCheck(
+        "special_token_outside_vocabulary",
+        _special_outside,
+        "Special tokens without an embedding row: {named}.",
+        "Call model.resize_token_embeddings(len(tokenizer)).",
+        UNK,
+    ),
+    SetupCheck(
+        "nan_filter_on",
+        _filter_on,
+        "logging_nan_inf_filter is on: a NaN loss is logged as 0.0 or as a running mean, and NaN batches vanish "
+        "from eval_loss.",
+        "Set logging_nan_inf_filter=False, so that the log tells the truth.",
+        GUARD,
+    ),
+    SetupCheck(
+        "bad_learning_rate",
+        _bad_rate,
+        "The learning rate is {named}.",
+        "Give a finite rate, 0 or more.",
+        DIRTY,
+    ),
+    SetupCheck(
+        "huge_learning_rate",
+        _huge_rate,
+        "The learning rate is {named}: with most models the loss explodes within a few steps.",
+        "Start near 1e-6 for preference tuning, 1e-5 for full tuning, 1e-4 for adapters.",
+        DIRTY,
+        "likely",
+    ),
+    SetupCheck(
+        "scaler_refuses_fp16_weights",
+        _scaler_refuses,
+        "fp16=True with {count} trained tensors already in float16: GradScaler stops with 'Attempting to unscale "
+        "FP16 gradients'.",
+        _FP32,
+        HALF,
+    ),
+    SetupCheck(
+        "fp16_adam_eps",
+        _fp16_adam,
+        "{count} float16 tensors under an unfused Adam whose eps is 0 in float16: the first step divides 0 by 0 "
+        "and the weights are NaN.",
+        _FP32 + " The fused optimizer only hides it.",
+        HALF,
+    ),
+    SetupCheck(
+        "fp16_adapters",
+        _fp16_adapters,
+        "{count} adapter tensors are trained in float16 ({named}).",
+        "Keep adapters in float32: leave autocast_adapter_dtype=True, or cast them with .float().",
+        HALF,
+    ),
+    SetupCheck(
+        "fp16_weights",
+        _fp16_weights,
+        "{count} tensors are trained in float16: small updates round away, and large values pass 65504. With the "
+        "unfused Adam they turn NaN at the first step.",
+        _FP32,
+        HALF,
+        "likely",
+    ),
+    SetupCheck(
+        "overflows_in_fp16",
+        _wide_family,
+        "Models of the family {named} are known to pass the range of float16 in the forward pass.",
+        "Use bf16, or float32 where the device has no bf16.",
+        HALF,
+        "possible",
+    ),
+    SetupCheck(
+        "meta_weights",
+        _on_meta,
+        "{count} tensors are on the meta device and hold no data: {named}.",
+        "Load the model again with from_pretrained, or initialise what to_empty() leaves.",
+        DIRTY,
+    ),
+    SetupCheck(
+        "bad_weights",
+        _bad_weights,
+        "{count} weights already hold NaN or inf: {named}.",
+        "Load the checkpoint again, from before the run that broke it.",
+        DIRTY,
+    ),
+    SetupCheck(
+        "bad_buffers",
+        _bad_buffers,
+        "{count} buffers hold NaN, inf or values they cannot have: {named}. No gradient check sees a buffer.",
+        "Recompute or reload the buffers; for running statistics call reset_running_stats().",
+        DIRTY,
+    ),
+    SetupCheck(
+        "uninitialised_weights",
+        _uninitialised,
+        "{count} weights look like memory that was never filled: {named}.",
+        "Check for missing keys when loading; initialise what the checkpoint lacks.",
+        DIRTY,
+        "likely",
+    ),
+    SetupCheck(
+        "dead_norm_layers",
+        _dead_norms,
+        "{count} norm layers have a weight of zeros and put out only zeros: {named}.",
+        "Check for missing keys when loading; a norm weight starts at one.",
+        DIRTY,
+        "likely",
+    ),
+    SetupCheck(
+        "norm_eps_is_zero",
+        _norm_eps,
+        "{count} norm layers have an eps that is 0 in their dtype, so a constant row gives 0/0: {named}.",
+        "Use an eps of at least 1e-6 and compute the norm in float32.",
+        HALF,
+    ),
+)
