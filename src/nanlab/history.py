@@ -1,0 +1,661 @@
+"""What the log of a finished (or dead) run gives away, also where the log itself hides it.
+
+transformers writes 0.0, or a running mean, in place of a NaN loss (`logging_nan_inf_filter`, on by default), and from
+5.23 drops NaN batches from `eval_loss`. The footprints stay: the gradient norm, the other metrics, repeated numbers.
+
+`CHECKS` is the table of them: code, the function that sees it, what it means, how sure that is, what to run next.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from nanlab.errors import InputError
+from nanlab.findings import Finding, Findings
+
+
+def autopsy(path_or_log_history: str | os.PathLike | Sequence[Mapping]) -> Autopsy:
+    """Read the log of a run and say what went wrong in it, how sure that is, and what to run next.
+
+    Args:
+        path_or_log_history: a `trainer_state.json` (also cut off or damaged), the folder of a run or checkpoint that
+            holds one, a JSON, JSONL or CSV file of metrics, or `trainer.state.log_history`.
+
+    Returns:
+        `Autopsy`: findings whose `rows` are steps, with `plot()`.
+
+    Raises:
+        InputError: the file is missing, is no log, or holds no entry.
+    """
+    return Autopsy(read_log(path_or_log_history))
+
+
+class Autopsy(Findings):
+    """What `autopsy` found; `log` is what it read."""
+
+    def __init__(self, log: Log) -> None:
+        found = ((check, check.see(log)) for check in CHECKS)
+        findings = [check.finding(seen) for check, seen in found if seen]
+        super().__init__(findings, subject=f"{len(log.entries):,} log entries of {log.source}", unit="step")
+        self.log = log
+
+    def plot(self):
+        """Loss and gradient norm over the steps, with the findings marked: a matplotlib `Figure`, 100 dpi.
+
+        What was not finite is drawn as a cross at the upper edge. Findings are numbered where they start.
+        """
+        return _plot(self)
+
+
+# ----------------------------------------------------------------------------------------------------------- the input
+
+
+class Log:
+    """Log entries in order, numbers only, under the names of transformers.
+
+    `train` are the entries of training steps, `evals` those of evaluations; `damage` says what was wrong with the file.
+    """
+
+    def __init__(self, entries: Iterable[Mapping], source: str, damage: str = "") -> None:
+        self.entries = [_numbers(entry, number) for number, entry in enumerate(entries, start=1)]
+        self.source = source
+        self.damage = damage
+        # The summary at the end of a run has train_loss in place of loss: it is neither.
+        self.train = [entry for entry in self.entries if {"loss", "grad_norm"} & entry.keys()]
+        self.evals = [entry for entry in self.entries if _eval_metrics(entry)]
+        if not self.train and not self.evals:
+            raise InputError(f"{source}: no log entry with a loss, a grad_norm or an eval_ metric in it")
+
+    def train_array(self, *names: str) -> np.ndarray:
+        """Step and metrics of the training entries that have them all: float64 `[1 + len(names), n]`."""
+        rows = [[entry["step"], *(entry[name] for name in names)] for entry in self.train if {*names} <= entry.keys()]
+        return np.array(rows, float).reshape(-1, 1 + len(names)).T
+
+    @cached_property
+    def rewards(self) -> bool:
+        """A policy-gradient run (GRPO and the like): its loss starts at 0 and measures nothing."""
+        return any("reward" in entry or "reward_std" in entry for entry in self.train)
+
+    @cached_property
+    def dead_from(self) -> int | None:
+        """Index in `train` from which on no gradient norm (without one, no loss) is finite until the end.
+
+        A single such entry may be a step that a GradScaler skipped. It counts only beside a loss of 0.0 or NaN.
+        """
+        norms = [entry.get("grad_norm", entry.get("loss")) for entry in self.train]
+        start = next((at + 1 for at in range(len(norms) - 1, -1, -1) if math.isfinite(norms[at])), 0)
+        tail = self.train[start:]
+        alone = len(tail) == 1 and math.isfinite(loss := tail[0].get("loss", 1.0)) and loss != 0
+        return start if tail and not alone else None
+
+    def alive_at(self, step: float) -> bool:
+        """Training was still finite at the last entry up to this step."""
+        before = [at for at, entry in enumerate(self.train) if entry["step"] <= step]
+        return not before or self.dead_from is None or before[-1] < self.dead_from
+
+
+_NAMES = {"global_step": "step", "_step": "step", "lr": "learning_rate", "gradient_norm": "grad_norm"}
+_NO_METRIC = re.compile(r"runtime|per_second|preparation_time|num_tokens|epoch|flos|_rows$|step$")
+
+
+def _numbers(entry: Mapping, number: int) -> dict[str, float]:
+    """The numbers of an entry; the text "NaN" is one, "n/a" is not. Without a step, the entry's number stands in."""
+    clean = {}
+    for key, value in entry.items():
+        name = re.sub("^eval/", "eval_", str(key).removeprefix("train/"))
+        try:
+            clean[_NAMES.get(name, name)] = float(value)
+        except (TypeError, ValueError):
+            continue  # a name, a list, an empty cell
+    if not math.isfinite(clean.get("step", math.nan)):
+        clean["step"] = float(number)
+    return clean
+
+
+def _eval_metrics(entry: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of an evaluation, without times and counts."""
+    return {key: value for key, value in entry.items() if key.startswith("eval_") and not _NO_METRIC.search(key)}
+
+
+def read_log(source: str | os.PathLike | Sequence[Mapping]) -> Log:
+    """What `autopsy` accepts, as a `Log`. Raises InputError, see there."""
+    if isinstance(source, str | os.PathLike):
+        path = _log_file(Path(source))
+        return Log(*_parse(path))
+    if isinstance(source, Mapping):  # the content of a trainer_state.json
+        source = source.get("log_history")
+    if not isinstance(source, Sequence) or not all(isinstance(entry, Mapping) for entry in source):
+        raise InputError("autopsy wants a path or a log history (a list of dicts), e.g. trainer.state.log_history")
+    return Log(source, "the log history")
+
+
+def _log_file(path: Path) -> Path:
+    """The file itself, or the newest trainer_state.json in the folder of a run."""
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder")
+    if path.is_file():
+        return path
+    age = lambda file: int(re.sub(r"\D", "", file.parent.name) or 0)
+    states = [path / "trainer_state.json", *sorted(path.glob("checkpoint-*/trainer_state.json"), key=age, reverse=True)]
+    found = next((file for file in states if file.is_file()), None)
+    if found is None:
+        raise InputError(f"{path}: no trainer_state.json here or in a checkpoint-* folder; name the log file itself")
+    return found
+
+
+def _parse(path: Path) -> tuple[list[Mapping], str, str]:
+    """Entries, source, and damage of a CSV, JSON or JSONL file."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig", errors="replace")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if not text.strip("\0 \r\n\t"):
+        raise InputError(f"{path}: the file is empty")
+    if path.suffix.lower() == ".csv":
+        return list(csv.DictReader(text.replace("\0", "").splitlines())), str(path), ""
+    for whole in (_one_document, _one_a_line):
+        try:
+            entries = whole(text)
+        except (ValueError, RecursionError):
+            continue
+        if entries is not None:
+            return entries, str(path), ""
+    entries = list(_salvage(text))
+    if not entries:
+        raise InputError(f"{path}: no complete log entry can be read from it; is it a trainer_state.json?")
+    return entries, str(path), f"{len(entries)} complete entries were recovered, the last of step {_last_step(entries)}"
+
+
+def _one_document(text: str) -> list[Mapping] | None:
+    value = json.loads(text)
+    if isinstance(value, Mapping):
+        value = value.get("log_history", [value])
+    return value if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value) else None
+
+
+def _one_a_line(text: str) -> list[Mapping] | None:
+    values = [json.loads(line) for line in text.splitlines() if line.strip()]
+    return values if all(isinstance(entry, Mapping) for entry in values) else None
+
+
+def _salvage(text: str) -> Iterator[Mapping]:
+    """Every complete JSON object in a damaged file that reads like a log entry."""
+    decoder, at = json.JSONDecoder(), text.find("{")
+    while at >= 0:
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            end = at + 1  # cut off, or damaged inside: look into it
+        else:
+            if "log_history" in value:
+                yield from (entry for entry in value["log_history"] if isinstance(entry, Mapping))
+            elif "step" in value or "loss" in value:
+                yield value
+        at = text.find("{", end)
+
+
+def _last_step(entries: list[Mapping]) -> str:
+    return str(entries[-1].get("step", "unknown"))
+
+
+# ---------------------------------------------------------------------------------------------------------- footprints
+
+
+class Seen(NamedTuple):
+    """Where a footprint shows (steps), how sure it is, and what the message says about it."""
+
+    steps: Sequence[float]
+    confidence: str = "certain"
+    detail: str = ""
+
+
+def _damage(log: Log) -> Seen | None:
+    return Seen((), detail=log.damage) if log.damage else None
+
+
+def _bad_rate(log: Log) -> Seen | None:
+    steps, rate = log.train_array("learning_rate")
+    return _where(steps, ~np.isfinite(rate))
+
+
+def _filter_footprint(log: Log) -> Seen | None:
+    steps, loss, norm = log.train_array("loss", "grad_norm")
+    return _where(steps, (loss == 0) & ~np.isfinite(norm))
+
+
+def _nan_loss(log: Log) -> Seen | None:
+    steps, loss = log.train_array("loss")
+    return _where(steps, ~np.isfinite(loss))
+
+
+def _bad_gradient(log: Log) -> Seen | None:
+    """A finite loss beside gradients that stay NaN or inf. Single ones are a GradScaler at work."""
+    if log.dead_from is None:
+        return None
+    steps, loss, norm = log.train_array("loss", "grad_norm")
+    dead = steps >= log.train[log.dead_from]["step"]
+    return _where(steps, dead & np.isfinite(loss) & (loss != 0) & ~np.isfinite(norm), "likely")
+
+
+def _no_gradient(log: Log) -> Seen | None:
+    """Loss and gradient exactly 0: nothing was averaged. Without gradient norms the loss alone says less."""
+    if log.rewards:
+        return None
+    steps, loss, norm = log.train_array("loss", "grad_norm")
+    if len(steps):
+        return _where(steps, (loss == 0) & (norm == 0), "likely")
+    steps, loss = log.train_array("loss")
+    zeros = _where(steps, loss == 0, "possible")
+    return zeros if zeros and len(zeros.steps) > 1 else None
+
+
+def _steps_skipped(log: Log) -> Seen | None:
+    """The scheduler only moves with the optimizer: a rate that stands still in a moving schedule means no step."""
+    steps, rate, norm = log.train_array("learning_rate", "grad_norm")
+    if len(steps) < 6 or len(set(rate)) < 2:
+        return None
+    still = np.concatenate([[False], (rate[1:] == rate[:-1]) & ~np.isfinite(norm[1:])])
+    runs = _runs(still)
+    longest = max(runs, key=len, default=range(0))
+    return Seen(steps[longest.start : longest.stop], "likely") if len(longest) >= 5 else None
+
+
+def _repeated_loss(log: Log) -> Seen | None:
+    """The same loss to the last digit. Rounded logs repeat by themselves; log 2 is where DPO starts."""
+    steps, loss = log.train_array("loss")
+    same = np.concatenate([[False], loss[1:] == loss[:-1]]) & (loss != 0) & np.isfinite(loss)
+    exact = loss != np.round(np.nan_to_num(loss), 4)
+    starting = np.abs(loss - math.log(2)) < 1e-5
+    runs = [run for run in _runs(same & exact) if len(run) + 1 >= (10 if starting[run[0]] else 3)]
+    return Seen([step for run in runs for step in steps[run.start - 1 : run.stop]], "likely") if runs else None
+
+
+def _scale_falls(log: Log) -> Seen | None:
+    """Never up, still falling in the last quarter, by 256 or more: no step fits into the range any more."""
+    for name in ("loss_scale", "grad_scale", "scale", "scaler_scale", "amp_scale"):
+        steps, scale = log.train_array(name)
+        change = np.diff(scale)
+        if (
+            len(scale) >= 5
+            and (change <= 0).all()
+            and change[-(-len(change) * 3 // 4) :].any()
+            and scale[0] >= 256 * scale[-1]
+        ):
+            return Seen(steps[1:][change < 0], detail=f"from {scale[0]:g} to {scale[-1]:g}")
+    return None
+
+
+def _nan_metrics(log: Log) -> Seen | None:
+    """Other metrics NaN beside a finite loss, in an evaluation or in a training step with a finite gradient."""
+    steps, names = [], {}
+    for entry in log.entries:
+        loss = entry.get("eval_loss", entry.get("loss", math.nan))
+        finite = math.isfinite(loss) and loss != 0 and math.isfinite(entry.get("grad_norm", 0.0))
+        bad = [name for name, value in entry.items() if not math.isfinite(value)] if finite else []
+        if bad:
+            steps.append(entry["step"])
+            names.update(dict.fromkeys(bad))
+    return Seen(steps, "likely", ", ".join([*names][:3])) if steps else None
+
+
+def _empty_evaluation(log: Log) -> Seen | None:
+    """eval_loss NaN while training is finite."""
+    bad = [e for e in log.evals if not math.isfinite(e.get("eval_loss", 0.0)) and log.alive_at(e["step"])]
+    if not bad:
+        return None
+    others = [value for entry in bad for name, value in _eval_metrics(entry).items() if math.isfinite(value)]
+    empty = "; every other metric is exactly 0" if others and not any(others) else ""
+    return Seen([entry["step"] for entry in bad], "likely" if log.train else "possible", empty)
+
+
+def _dead_evaluation(log: Log) -> Seen | None:
+    bad = [e["step"] for e in log.evals if not math.isfinite(e.get("eval_loss", 0.0)) and not log.alive_at(e["step"])]
+    return Seen(bad) if bad else None
+
+
+def _zero_evaluation(log: Log) -> Seen | None:
+    zero = [entry["step"] for entry in log.evals if entry.get("eval_loss") == 0]
+    return Seen(zero, "likely") if zero else None
+
+
+def _excluded_rows(log: Log) -> Seen | None:
+    left_out = [entry for entry in log.entries if any(key.endswith("excluded_rows") and entry[key] for key in entry)]
+    return Seen([entry["step"] for entry in left_out]) if left_out else None
+
+
+def _lying_accuracy(log: Log) -> Seen | None:
+    """A comparison with NaN is False: accuracies of 0.0 beside margins of NaN count nothing."""
+
+    def lies(entry: Mapping[str, float]) -> bool:
+        zero = any("accurac" in name and value == 0 for name, value in entry.items())
+        return zero and any("margin" in name and math.isnan(value) for name, value in entry.items())
+
+    steps = dict.fromkeys(entry["step"] for entry in log.entries if lies(entry))  # training and evaluation share steps
+    return Seen([*steps]) if steps else None
+
+
+def _no_progress(log: Log) -> Seen | None:
+    """Three evaluations alike to the last digit of every metric."""
+    metrics = [_eval_metrics(entry) for entry in log.evals]
+    whole = [bool(m.get("eval_loss")) and all(map(math.isfinite, m.values())) for m in metrics]
+    same = [False] + [whole[at] and metrics[at] == metrics[at - 1] for at in range(1, len(metrics))]
+    run = max(_runs(np.array(same)), key=len, default=range(0))
+    return Seen([log.evals[at]["step"] for at in range(run.start - 1, run.stop)], "likely") if len(run) >= 2 else None
+
+
+def _where(steps: np.ndarray, mask: np.ndarray, confidence: str = "certain") -> Seen | None:
+    return Seen(steps[mask], confidence) if mask.any() else None
+
+
+def _runs(mask: np.ndarray) -> list[range]:
+    """Stretches of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
+    return [range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------- divergence
+
+_CALM = 0.1  # decades: gradient norms of a healthy run scatter by some 25 %, so less is no scatter at all
+
+
+def _onset(heights: np.ndarray) -> tuple[int, float] | None:
+    """From where on all heights (in decades) stay above what the calmest quarter calls normal; and that normal.
+
+    Normal is the median of that quarter, above is 5 scaled median absolute deviations higher.
+    """
+    width = max(1, len(heights) // 4)
+    windows = np.lib.stride_tricks.sliding_window_view(heights, width) if len(heights) else np.empty((0, 1))
+    if len(windows) < 2:
+        return None
+    medians = np.median(windows, axis=1)
+    first = int(medians.argmin())
+    normal = medians[first]
+    scatter = max(1.4826 * np.median(np.abs(windows[first] - normal)), _CALM)
+    above = heights > normal + 5 * scatter
+    start = len(above) - int(np.argmin(above[::-1])) if not above.all() else 0
+    return (start, float(normal)) if first < start < len(heights) else None
+
+
+def _divergence(log: Log) -> tuple[str, Seen] | None:
+    """ "gradual" or "sudden", and the steps from the onset on."""
+    name = "grad_norm" if log.train_array("grad_norm").shape[1] * 2 >= len(log.train) else "loss"
+    steps, values = log.train_array(name)
+    ends_dead = log.dead_from is not None
+    last = int(np.searchsorted(steps, log.train[log.dead_from]["step"])) if ends_dead else len(steps)
+    heights = np.log10(np.clip(np.nan_to_num(np.abs(values[:last]), posinf=1e30), 1e-12, 1e30))
+    onset = _onset(heights)
+    if ends_dead:
+        if onset and last - onset[0] >= 3:
+            return "gradual", Seen(steps[onset[0] :], detail=_rate_at(log, steps[onset[0]]))
+        return "sudden", Seen(steps[last:], detail=_rate_at(log, steps[last]))
+    if onset and len(heights) - onset[0] >= 3 and heights[onset[0] :].max() >= onset[1] + 1:
+        start, normal = onset
+        climb = int(np.argmax(heights[start:] >= normal + 1))
+        if name == "loss" or _loss_worse(log, steps[start]):
+            sure = "likely" if name == "grad_norm" else "possible"
+            return "gradual" if climb >= 3 else "sudden", Seen(steps[start:], sure, _rate_at(log, steps[start]))
+    return _worse_than_at_first(log)
+
+
+def _loss_worse(log: Log, step: float) -> bool:
+    """The loss after this step lies clearly above that before it."""
+    steps, loss = log.train_array("loss")
+    before, after = loss[steps < step], loss[steps >= step]
+    if log.rewards or not len(before) or not len(after):
+        return False
+    normal = np.median(before[-max(3, len(before) // 4) :])
+    return bool(np.median(after) > 1.3 * normal > 0)
+
+
+def _worse_than_at_first(log: Log) -> tuple[str, Seen] | None:
+    """A rate so high that the very first step ruins the model leaves no calm stretch to compare with."""
+    steps, loss, norm = log.train_array("loss", "grad_norm")
+    half = slice(len(steps) // 2, None)
+    if log.rewards or len(steps) < 6 or not 0 < loss[0] * 1.5 < loss[half].min():
+        return None
+    worse = np.median(norm[half]) > 3 * norm[0]
+    return ("gradual", Seen(steps[1:], "likely", _rate_at(log, steps[1]))) if worse else None
+
+
+def _rate_at(log: Log, step: float) -> str:
+    rate = next(
+        (entry["learning_rate"] for entry in log.train if entry["step"] >= step and "learning_rate" in entry), None
+    )
+    return f" (learning rate {rate:.2g} there)" if rate is not None else ""
+
+
+def _diverges(kind: str) -> Callable[[Log], Seen | None]:
+    def see(log: Log) -> Seen | None:
+        found = _divergence(log) if log.train else None
+        return found[1] if found and found[0] == kind else None
+
+    return see
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+
+class Check(NamedTuple):
+    """`see(log)` gives the steps or None; `message` may use {first}, {count} and {detail}."""
+
+    code: str
+    see: Callable[[Log], Seen | None]
+    message: str
+    fix: str
+    lesson: str
+
+    def finding(self, seen: Seen) -> Finding:
+        steps = [int(step) for step in seen.steps]
+        fill = {"first": steps[0] if steps else "", "count": len(steps), "detail": seen.detail}
+        message, fix = self.message.format(**fill), self.fix.format(**fill)
+        return Finding(self.code, len(steps) or 1, message, fix, self.lesson, steps, seen.confidence)
+
+
+EMPTY, HALF, RATE, GUARD = "03_empty_batch", "06_fp16_overflow", "07_learning_rate_and_dirty_data", "09_guard"
+_LOCATE = "Run nanlab.locate(trainer) to name the operation"
+
+CHECKS = (
+    Check(
+        "damaged_file",
+        _damage,
+        "The file is cut off or damaged: {detail}.",
+        "Look for an older checkpoint-*/trainer_state.json if the missing end matters.",
+        GUARD,
+    ),
+    Check(
+        "filter_footprint",
+        _filter_footprint,
+        "Loss exactly 0.0 beside a grad_norm that is not finite, from step {first} on ({count} entries): the 0.0 "
+        "was NaN. logging_nan_inf_filter wrote it, and train_loss averages these zeros too.",
+        "Set logging_nan_inf_filter=False. " + _LOCATE + " in the steps up to {first}.",
+        GUARD,
+    ),
+    Check(
+        "nan_loss",
+        _nan_loss,
+        "The loss is NaN or inf in {count} entries, first at step {first}.",
+        _LOCATE + " at step {first}; nanlab.watch(trainer) keeps the weights while you look.",
+        "08_locate",
+    ),
+    Check(
+        "gradient_not_finite",
+        _bad_gradient,
+        "A finite loss beside a grad_norm that is NaN or inf to the end, from step {first} on ({count} entries): "
+        "the fault is in the backward pass, the norm overflows, or the loss is an average that hides NaN steps.",
+        "Set logging_nan_inf_filter=False and logging_steps=1. " + _LOCATE + " at step {first}.",
+        "08_locate",
+    ),
+    Check(
+        "steps_skipped",
+        _steps_skipped,
+        "The learning rate stands still without a finite gradient, from step {first} on ({count} entries): the "
+        "optimizer takes no step.",
+        "The loss scale cannot help when the loss itself overflows: use bf16 or fp32. " + _LOCATE + ".",
+        HALF,
+    ),
+    Check(
+        "loss_scale_falls",
+        _scale_falls,
+        "The loss scale only falls ({detail}): GradScaler skips every step.",
+        "Use bf16 or fp32. " + _LOCATE + ".",
+        HALF,
+    ),
+    Check(
+        "no_gradient",
+        _no_gradient,
+        "Loss and gradient are exactly 0 from step {first} on ({count} entries): no token carried loss, and the "
+        "filter wrote the NaN as 0.0.",
+        "Run nanlab.preflight(dataset, tokenizer, max_length=…): look for truncated_away and no_label.",
+        EMPTY,
+    ),
+    Check(
+        "gradual_divergence",
+        _diverges("gradual"),
+        "The run diverges step by step from step {first} on{detail}: gradient norm or loss leave their usual range "
+        "and stay out.",
+        "Lower the learning rate or lengthen the warm-up; resume from a checkpoint before step {first}.",
+        RATE,
+    ),
+    Check(
+        "sudden_divergence",
+        _diverges("sudden"),
+        "The run breaks suddenly at step {first}{detail}, with no climb before it: one batch, one overflow or one "
+        "optimizer step.",
+        _LOCATE + " at step {first}; run nanlab.preflight with model= and args= for fp16 weights and bad rows.",
+        "08_locate",
+    ),
+    Check(
+        "repeated_loss",
+        _repeated_loss,
+        "The same loss to the last digit, first at step {first} ({count} entries): a filter repeats a mean, or no "
+        "step is taken.",
+        "Set logging_nan_inf_filter=False and logging_steps=1; compare the weights before and after one step.",
+        GUARD,
+    ),
+    Check(
+        "no_progress",
+        _no_progress,
+        "{count} evaluations from step {first} on are alike to the last digit: the weights do not change.",
+        "Look at the learning rate, at frozen parameters, at fp16 weights, and at a GradScaler that skips every step.",
+        HALF,
+    ),
+    Check(
+        "bad_learning_rate",
+        _bad_rate,
+        "The learning rate is NaN or inf in {count} entries, first at step {first}.",
+        "Look at the scheduler: warm-up of 0 steps, division by a total of 0 steps.",
+        RATE,
+    ),
+    Check(
+        "nan_eval_loss",
+        _empty_evaluation,
+        "eval_loss is not finite from step {first} on ({count} evaluations) while training is{detail}: some "
+        "evaluation batch has no token that carries loss.",
+        "Run nanlab.preflight on the evaluation set with max_length; use nanlab.trainers, or nanlab.locate(trainer, "
+        "mode='eval').",
+        EMPTY,
+    ),
+    Check(
+        "eval_of_dead_model",
+        _dead_evaluation,
+        "eval_loss is not finite in {count} evaluations from step {first} on, after training had died.",
+        "Look at the training steps before it, not at the evaluation.",
+        GUARD,
+    ),
+    Check(
+        "nan_metrics",
+        _nan_metrics,
+        "{detail}: not finite beside a finite loss, first at step {first} ({count} entries). NaN batches were left "
+        "out of the loss (transformers 5.23 and later do so), or the metric is a mean over nothing.",
+        "Run nanlab.preflight on that data set; set logging_nan_inf_filter=False and evaluate again.",
+        "10_case_tpo_evaluate",
+    ),
+    Check(
+        "zero_eval_loss",
+        _zero_evaluation,
+        "eval_loss is exactly 0.0, first at step {first} ({count} evaluations): an average over nothing that was "
+        "called 0, and the best model for metric_for_best_model.",
+        "Report NaN where nothing was averaged (nanlab.WeightedMean), and evaluate again.",
+        EMPTY,
+    ),
+    Check(
+        "lying_accuracy",
+        _lying_accuracy,
+        "Accuracies of 0.0 beside margins of NaN, first at step {first} ({count} entries): a comparison with NaN is "
+        "False, so nothing was measured.",
+        "Do not read this accuracy. Find what made the margins NaN: " + _LOCATE + ".",
+        "11_case_dpo_pythia",
+    ),
+    Check(
+        "excluded_rows",
+        _excluded_rows,
+        "Rows with a non-finite loss were left out of the averages, first at step {first} ({count} entries).",
+        _LOCATE + " on those rows; the averages are over the rest only.",
+        GUARD,
+    ),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------- plot
+
+
+def _plot(autopsy: Autopsy):
+    from matplotlib.figure import Figure
+
+    log = autopsy.log
+    figure = Figure(figsize=(8, 5), dpi=100, layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    for axis, name, label in zip(axes, ("loss", "grad_norm"), ("loss", "gradient norm"), strict=True):
+        _draw(axis, *log.train_array(name), label=f"training {label}", color="black")
+        axis.set_ylabel(label)
+    evals = np.array([[e["step"], e["eval_loss"]] for e in log.evals if "eval_loss" in e], float).reshape(-1, 2).T
+    _draw(axes[0], *evals, label="evaluation loss", color="0.5", marker="s", linestyle="--")
+    positive = [value for value in log.train_array("grad_norm")[1] if math.isfinite(value) and value > 0]
+    if positive and max(positive) > 20 * min(positive):
+        axes[1].set_yscale("log")
+    axes[1].set_xlabel("step")
+    axes[1].xaxis.get_major_locator().set_params(integer=True)
+    _mark(axes, autopsy)
+    for axis in axes:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(loc="best", fontsize=8)
+    return figure
+
+
+def _draw(axis, steps: np.ndarray, values: np.ndarray, *, label: str, color: str, marker=".", linestyle="-") -> None:
+    """A line through what is finite; what is not lies at the upper edge."""
+    finite = np.isfinite(values)
+    if finite.any():
+        shown = np.where(finite, values, np.nan)
+        axis.plot(steps, shown, color=color, marker=marker, markersize=4, linestyle=linestyle, linewidth=1, label=label)
+    if not finite.all():
+        edge = np.full((~finite).sum(), 0.94)
+        axis.plot(
+            steps[~finite], edge, "x", color=color, transform=axis.get_xaxis_transform(), label=f"{label}: NaN or inf"
+        )
+
+
+def _mark(axes, autopsy: Autopsy) -> None:
+    """A dotted line where findings start, with their numbers; the names stand below the title."""
+    starts: dict[int, list[int]] = {}
+    for number, finding in enumerate(autopsy, start=1):
+        if finding.rows:
+            starts.setdefault(finding.rows[0], []).append(number)
+    for step, numbers in starts.items():
+        for axis in axes:
+            axis.axvline(step, color="0.4", linestyle=":", linewidth=1)
+        text = ", ".join(map(str, numbers))
+        axes[0].annotate(text, (step, 1), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=9)
+    names = [f"{number} {finding.code}" for number, finding in enumerate(autopsy, start=1)]
+    lines = ["   ".join(names[at : at + 4]) for at in range(0, len(names), 4)]
+    axes[0].set_title("\n".join([*lines, ""]) if lines else "nothing found", fontsize=9, loc="left")
