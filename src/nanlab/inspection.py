@@ -860,9 +860,10 @@ SETUP_CHECKS = (
     SetupCheck(
         "no_pad_token",
         _no_pad,
-        "The tokenizer has no pad token: rows of different length cannot share a batch.",
+        "The tokenizer has no pad token: TRL then takes eos in its place, other collators stop.",
         "Set tokenizer.pad_token; a token of its own is safest.",
         UNK,
+        "possible",
     ),
     SetupCheck(
         "eos_lost",

@@ -1,0 +1,258 @@
+"""The command line: `nanlab check`, `nanlab preflight`, `nanlab autopsy`.
+
+Exit status 0: nothing found; 1: findings; 2: bad input, told in one line on stderr. A command is one row of `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanlab import __version__
+from nanlab.errors import InputError
+
+NOTHING, FOUND, BAD_INPUT = 0, 1, 2
+
+
+class Command(NamedTuple):
+    """`arguments` are the (flags, options) of `add_argument`; `run(args)` returns the exit status."""
+
+    name: str
+    help: str
+    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+    run: Callable[[argparse.Namespace], int]
+
+
+# -------------------------------------------------------------------------------------------------------------- check
+
+
+class Line(NamedTuple):
+    """One line of `nanlab check`; `problem` says what to do, or is ""."""
+
+    name: str
+    value: str
+    problem: str = ""
+
+
+def _check(args: argparse.Namespace) -> int:
+    lines = [*_versions(), *_devices()]
+    if args.json:
+        print(json.dumps([line._asdict() for line in lines]))
+    else:
+        width = max(len(line.name) for line in lines)
+        for line in lines:
+            state = "FAIL" if line.problem else "ok"
+            print(f"{state:4}  {line.name:{width}}  {line.value}" + (f"  → {line.problem}" if line.problem else ""))
+    return FOUND if any(line.problem for line in lines) else NOTHING
+
+
+def _versions() -> list[Line]:
+    """Python and every package that nanlab requires, held against the range it asks for."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    here = metadata.metadata("nanlab")
+    python, wanted = sys.version.split()[0], here["Requires-Python"]
+    lines = [
+        Line("nanlab", __version__),
+        Line("python", python, "" if SpecifierSet(wanted).contains(python, True) else f"needs {wanted}"),
+    ]
+    for text in here.get_all("Requires-Dist") or []:
+        need = Requirement(text)
+        if need.marker and not need.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(need.name)
+        except metadata.PackageNotFoundError:
+            lines.append(Line(need.name, "missing", f"pip install '{need}'"))
+            continue
+        fits = need.specifier.contains(version, prereleases=True)
+        lines.append(Line(need.name, version, "" if fits else f"needs {need.specifier}: pip install '{need}'"))
+    return lines
+
+
+def _devices() -> list[Line]:
+    try:
+        import torch
+    except ImportError as error:
+        return [Line("device", "unknown", f"torch does not import: {error}")]
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        # Cards before compute capability 8.0 (T4, V100) only emulate bf16.
+        half = "bf16" if card.major >= 8 else "no bf16: use fp32 where fp16 overflows"
+        lines.append(Line("device", f"cuda:{index} {card.name}, {card.total_memory / 2**30:.0f} GiB, {half}"))
+    if torch.backends.mps.is_available():
+        lines.append(Line("device", "mps"))
+    lines.append(Line("device", f"cpu, {os.cpu_count()} cores, {torch.get_num_threads()} threads for torch"))
+    return lines
+
+
+# ----------------------------------------------------------------------------------------------------------- preflight
+
+
+def _preflight(args: argparse.Namespace) -> int:
+    rows = read_rows(Path(args.file))
+    from nanlab.inspection import preflight
+
+    model = _load("model", args.model) if args.model else None
+    return _report(preflight(rows, _load("tokenizer", args.tokenizer), max_length=args.max_length, model=model), args)
+
+
+def read_rows(path: Path):
+    """Rows of a JSON, JSONL or Parquet file as they are, faults included: a list of dicts or a `datasets.Dataset`.
+
+    Raises:
+        InputError: no such file, another kind of file, or text that is not JSON, named by line.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise InputError(f"{path}: cannot tell the kind of file; name it {', '.join(_READERS)}")
+    try:
+        return reader(path)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _read_json(path: Path) -> list:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(rows, list):
+        raise InputError(f"{path}: holds no list of rows; for one object a line name it .jsonl")
+    return rows
+
+
+def _read_lines(path: Path) -> list:
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except json.JSONDecodeError as error:
+                raise InputError(f"{path}, line {number}: not JSON: {error.msg}") from error
+    return rows
+
+
+def _read_parquet(path: Path):
+    import pyarrow
+    from datasets import Dataset
+    from pyarrow import parquet
+
+    try:
+        return Dataset(parquet.read_table(path))
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{path}: not a Parquet file: {error}") from error
+
+
+_READERS = {".json": _read_json, ".jsonl": _read_lines, ".ndjson": _read_lines, ".parquet": _read_parquet}
+
+
+def _load(kind: str, name: str):
+    """A tokenizer, or a model in the dtype it is stored in, by the course's name, a directory or a hub id."""
+    if name in ("tiny", "smollm2"):
+        from nanlab.course import load_model
+
+        model, tokenizer = load_model(name)
+        return model if kind == "model" else tokenizer
+    import transformers
+
+    load = {
+        "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(name),
+        "model": lambda: transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto"),
+    }[kind]
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{kind} {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------- autopsy
+
+
+def _autopsy(args: argparse.Namespace) -> int:
+    from nanlab.history import autopsy
+
+    return _report(autopsy(args.run_dir), args)
+
+
+def _report(findings, args: argparse.Namespace) -> int:
+    print(json.dumps(findings.to_dict(), ensure_ascii=False) if args.json else findings)
+    return FOUND if findings else NOTHING
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+_JSON = (("--json",), {"action": "store_true", "help": "print JSON"})
+
+COMMANDS = (
+    Command("check", "environment, device and versions, one line each", (_JSON,), _check),
+    Command(
+        "preflight",
+        "faults of a data set and its set-up, before training",
+        (
+            (("file",), {"metavar": "FILE", "help": "JSON, JSONL or Parquet rows"}),
+            (("--tokenizer",), {"required": True, "metavar": "NAME", "help": "directory, hub id, tiny or smollm2"}),
+            (("--max-length",), {"type": int, "metavar": "N", "help": "tokens kept of prompt and answer together"}),
+            (("--model",), {"metavar": "NAME", "help": "also look at these weights"}),
+            _JSON,
+        ),
+        _preflight,
+    ),
+    Command(
+        "autopsy",
+        "what went wrong in a run, from its log",
+        (
+            (
+                ("run_dir",),
+                {"metavar": "RUN_DIR", "help": "run folder, trainer_state.json, or JSON, JSONL, CSV metrics"},
+            ),
+            _JSON,
+        ),
+        _autopsy,
+    ),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise InputError(f"{message}; try {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="nanlab", description="Find, explain, survive and foresee NaN in preference tuning.")
+    parser.add_argument("--version", action="version", version=f"nanlab {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        one = commands.add_parser(command.name, help=command.help, description=command.help)
+        for flags, options in command.arguments:
+            one.add_argument(*flags, **options)
+        one.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit status is returned."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # stderr is for the one line of bad input
+    try:
+        args = _parser().parse_args(argv)
+        return args.run(args)
+    except InputError as error:
+        print(f"nanlab: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
