@@ -1,0 +1,464 @@
+"""preflight: every fault in its table is seen where it is planted, and nowhere in a healthy set-up."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
+from trl import DPOConfig
+from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+from nanlab import preflight
+from nanlab.errors import InputError
+from nanlab.inspection import ROW_CHECKS, SETUP_CHECKS, WHOLE_CHECKS
+
+SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+END, PAD = "<|endoftext|>", "<|pad|>"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(pad=PAD):
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(["the capital of france is paris", "two plus two is four"] * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token=END, bos_token=END, eos_token=END, pad_token=pad)
+
+
+TOKENIZER = make_tokenizer()
+
+
+def make_model(dtype=torch.float32, rows=None):
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=rows or len(TOKENIZER),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    return GPTNeoXForCausalLM(config).to(dtype)
+
+
+def make_args(kind=DPOConfig, **options):
+    options = {"logging_nan_inf_filter": False, "bf16": False, "use_cpu": True, "report_to": [], **options}
+    return kind(output_dir="unused", **options)
+
+
+PAIR = {"prompt": "the capital of france is", "chosen": " paris", "rejected": " four"}
+SCORED = [{"prompt": "two plus two is", "completion": f" {n}", "reward": n / 3, "group": n // 2} for n in range(8)]
+LONG = "two plus two " * 20
+
+
+def pairs(*odd, **changes):
+    """Four good rows and then the odd ones."""
+    return (
+        [{**PAIR, "prompt": f"{PAIR['prompt']} {n}"} for n in range(4)]
+        + ([{**PAIR, **changes}] if changes else [])
+        + [*odd]
+    )
+
+
+def look(rows=None, tokenizer=TOKENIZER, **options):
+    return preflight(pairs() if rows is None else rows, tokenizer, **options)
+
+
+def broken(edit, dtype=torch.float32):
+    """A model after `edit(model)`."""
+    model = make_model(dtype)
+    with torch.no_grad():
+        edit(model)
+    return model
+
+
+class HalfNorm(torch.nn.Module):
+    """An RMS norm that computes in the dtype of its input."""
+
+    def __init__(self, size=16, eps=1e-8):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(size, dtype=torch.float16)), eps
+
+    def forward(self, x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
+
+
+def frozen(model):
+    return model.requires_grad_(False)
+
+
+def with_adapter():
+    model = frozen(make_model())
+    model.lora_A = torch.nn.Linear(16, 4, bias=False, dtype=torch.float16)
+    return model
+
+
+# One planted fault a code: (what preflight is given, rows or None for a fault of the set-up).
+PLANTED = {
+    "missing_text": (lambda: look(pairs(chosen=None)), [4]),
+    "not_text": (lambda: look(pairs(rejected=3)), [4]),
+    "empty_text": (lambda: look(pairs(prompt="  ")), [4]),
+    "truncated_away": (lambda: look(pairs(prompt=LONG), max_length=30), [4]),
+    "no_label": (lambda: look([{"input_ids": [5, 6, 7], "labels": labels} for labels in ([5, 6, 7], [-100] * 3)]), [1]),
+    "truncated_partly": (lambda: look(pairs(chosen=LONG), max_length=30), [4]),
+    "identical_pair": (lambda: look(pairs(rejected=" paris")), [4]),
+    "all_unk": (lambda: look(pairs(chosen=PAD * 3)), [4]),
+    "only_special_tokens": (lambda: look(pairs(chosen=END)), [4]),
+    "id_outside_vocabulary": (
+        lambda: look([{"input_ids": [5, 6]}, {"input_ids": [5, 999]}], model=make_model()),
+        [1],
+    ),
+    "eos_label_lost": (
+        lambda: look([{"input_ids": [5, 6, 0, 0], "labels": [-100, 6, end, -100]} for end in (0, -100)]),
+        [1],
+    ),
+    "bad_reward": (lambda: look([*SCORED, {**SCORED[0], "reward": None}, {**SCORED[0], "reward": math.nan}]), [8, 9]),
+    "group_of_one": (lambda: look([*SCORED, {**SCORED[0], "group": 9}]), [8]),
+    "constant_group": (lambda: look([*SCORED, *[{**SCORED[0], "group": 9, "reward": 0.1}] * 3]), [8, 9, 10]),
+    "one_class_labels": (lambda: look([{"prompt": "a", "completion": "b", "label": True}] * 3), [0, 1, 2]),
+    "no_pad_token": (lambda: look(tokenizer=make_tokenizer(pad=None)), None),
+    "eos_lost": (lambda: look([{"text": "two plus two"}], make_tokenizer(pad=END)), None),
+    "special_token_outside_vocabulary": (
+        lambda: look([{"input_ids": [0, 0]}], make_tokenizer(pad=" paris"), model=make_model(rows=len(TOKENIZER) - 40)),
+        None,
+    ),
+    "nan_filter_on": (lambda: look(args=make_args(logging_nan_inf_filter=True)), None),
+    "bad_learning_rate": (lambda: look(args=make_args(learning_rate=math.nan)), None),
+    "huge_learning_rate": (lambda: look(args=make_args(learning_rate=1.0)), None),
+    "scaler_refuses_fp16_weights": (
+        lambda: look(model=make_model(torch.float16), args=_fp16(make_args())),
+        None,
+    ),
+    "fp16_adam_eps": (lambda: look(model=make_model(torch.float16), args=make_args(optim="adamw_torch")), None),
+    "fp16_adapters": (lambda: look(model=with_adapter(), args=make_args(optim="adamw_torch_fused")), None),
+    "fp16_weights": (lambda: look(model=make_model(torch.float16)), None),
+    "overflows_in_fp16": (lambda: look(model=frozen(make_gemma(torch.float16))), None),
+    "meta_weights": (lambda: look(model=make_model().to("meta")), None),
+    "bad_weights": (lambda: look(model=broken(lambda m: m.get_output_embeddings().weight[3, 2].fill_(math.nan))), None),
+    "bad_buffers": (
+        lambda: look(model=broken(lambda m: m.gpt_neox.rotary_emb.inv_freq.fill_(3e20))),
+        None,
+    ),
+    "uninitialised_weights": (
+        lambda: look(model=broken(lambda m: m.get_output_embeddings().weight.view(torch.int32).fill_(1234))),
+        None,
+    ),
+    "dead_norm_layers": (lambda: look(model=broken(_kill_norm)), None),
+    "norm_eps_is_zero": (lambda: look(model=frozen(torch.nn.Sequential(HalfNorm()))), None),
+}
+
+
+def _fp16(args):
+    args.fp16 = True  # the constructor refuses it on a machine without a GPU
+    return args
+
+
+def _kill_norm(model):
+    norm = model.gpt_neox.final_layer_norm
+    norm.weight.zero_()
+    norm.bias.zero_()
+
+
+def make_gemma(dtype=torch.float32):
+    """Its norm layers multiply by 1 + weight, and start with weights of zero."""
+    config = GemmaConfig(
+        vocab_size=len(TOKENIZER), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, head_dim=8,
+    )  # fmt: skip
+    return GemmaForCausalLM(config).to(dtype)
+
+
+@pytest.mark.parametrize("code", [check.code for check in (*ROW_CHECKS, *WHOLE_CHECKS, *SETUP_CHECKS)])
+def test_a_planted_fault_is_the_only_finding(code):
+    plant, rows = PLANTED[code]
+    findings = plant()
+    assert findings.codes == [code]
+    (finding,) = findings
+    assert list(finding.rows) == (rows or [])
+    assert finding.count == (len(rows) if rows else finding.count) > 0
+    assert "{" not in finding.message
+
+
+def test_every_finding_names_an_existing_lesson():
+    lessons = {path.stem for path in (Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb")}
+    named = {check.lesson for check in (*ROW_CHECKS, *WHOLE_CHECKS, *SETUP_CHECKS)}
+    written = {lesson.partition("_")[0] for lesson in lessons}
+    for lesson in named:
+        number = lesson.partition("_")[0]
+        assert number.isdigit()
+        assert number not in written or lesson in lessons
+
+
+# --------------------------------------------------------------------------------------------------------- healthy runs
+
+
+def chat(said):
+    return [{"role": "assistant", "content": said}]
+
+
+def chat_tokenizer():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def lora():
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(make_model(torch.float16), LoraConfig(target_modules=["query_key_value"]))
+
+
+def with_mask_buffer():
+    model = make_model()
+    model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    return model
+
+
+def with_half_layer_norm():
+    """torch computes a float16 LayerNorm in float32, so an eps that float16 cannot hold does no harm."""
+    model = frozen(make_model(torch.float16))
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = 1e-8
+    return model
+
+
+MESSAGES = [{"role": "user", "content": "two plus two is"}]
+HEALTHY = {
+    "strings": lambda: look(),
+    "dataset": lambda: look(Dataset.from_list(pairs())),
+    "torch format": lambda: look(Dataset.from_list([{"input_ids": [5, 6, 7]}] * 3).with_format("torch")),
+    "triples": lambda: look([{**row, "reference": " paris"} for row in pairs()], max_length=40),
+    "implicit prompt": lambda: look([{"chosen": "two is four", "rejected": "two is paris"}]),
+    "chat": lambda: look(
+        [{"prompt": MESSAGES, "chosen": chat("four"), "rejected": chat("paris")}], chat_tokenizer(), max_length=60
+    ),
+    "chat messages": lambda: look([{"messages": MESSAGES + chat("four")}], chat_tokenizer()),
+    "scored": lambda: look(SCORED),
+    "mixed KTO labels": lambda: look([{"prompt": "a", "completion": "b", "label": n == 1} for n in range(3)]),
+    "text": lambda: look([{"text": "two plus two is four"}], max_length=3),
+    "pad = eos in TRL": lambda: look([{"text": "two"}], make_tokenizer(pad=END), args=make_args(DPOConfig)),
+    "no pad in TRL": lambda: look(tokenizer=make_tokenizer(pad=None), args=make_args(DPOConfig)),
+    "labels": lambda: look([{"input_ids": [5, 6, 0, 0], "labels": [-100, 6, 0, -100]}]),
+    "completion mask": lambda: look([{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}], max_length=2),
+    "fp32": lambda: look(model=make_model(), args=make_args(optim="adamw_torch")),
+    "bf16 weights": lambda: look(model=make_model(torch.bfloat16), args=make_args(optim="adamw_torch")),
+    "frozen fp16": lambda: look(model=frozen(make_model(torch.float16)), args=make_args()),
+    "LoRA on fp16": lambda: look(model=lora(), args=make_args(TPOConfig, learning_rate=2e-4, optim="adamw_torch")),
+    "plain trainer": lambda: look(model=make_model(), args=make_args(TrainingArguments)),
+    "SGD": lambda: look(args=make_args(learning_rate=0.1, optim="sgd")),
+    "Gemma": lambda: look(model=make_gemma(torch.bfloat16)),
+    "mask buffer": lambda: look(model=with_mask_buffer()),
+    "half LayerNorm": lambda: look(model=with_half_layer_norm()),
+    "unused rows of the vocabulary": lambda: look(model=make_model(rows=512)),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_found_in_a_healthy_set_up(name):
+    findings = HEALTHY[name]()
+    assert findings.codes == []
+    assert str(findings).startswith("Nothing found")
+
+
+# --------------------------------------------------------------------------------------------- against what really runs
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("max_length", [6, 14, 30])
+def test_truncation_is_what_trl_does_to_the_rows(max_length, mode):
+    rows = [
+        {"prompt": "two " * p + "is", "chosen": " paris" * c, "rejected": "s four", "reference": " the"}
+        for p, c in [(0, 1), (3, 1), (4, 1), (5, 2), (3, 8), (11, 1), (12, 3), (13, 1), (28, 1), (40, 4)]
+    ]
+    args = make_args(TPOConfig, max_length=max_length, truncation_mode=mode)
+    trainer = TPOTrainer(make_model(), args=args, train_dataset=Dataset.from_list(rows), processing_class=TOKENIZER)
+    away, partly = [], []
+    for number, row in enumerate(trainer.train_dataset):
+        kept = trainer.data_collator([row])["completion_mask"].sum(1)
+        whole = torch.tensor([len(row[f"{name}_ids"]) for name in ("chosen", "rejected", "reference")])
+        away += [number] * bool((kept == 0).any())
+        partly += [number] * bool(((kept > 0) & (kept < whole)).any())
+    found = {finding.code: list(finding.rows) for finding in look(rows, args=args)}
+    assert found.get("truncated_away", []) == away
+    assert found.get("truncated_partly", []) == partly
+    assert away or mode == "keep_end"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("eps", [1e-8, 1e-4])
+def test_the_adam_finding_is_what_a_real_step_does(eps, fused):
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    weight.grad = torch.tensor([0.0, 1e-4, 0.1], dtype=torch.float16)
+    torch.optim.AdamW([weight], lr=1e-6, eps=eps, fused=fused).step()
+    args = make_args(optim="adamw_torch_fused" if fused else "adamw_torch", adam_epsilon=eps)
+    findings = look(model=make_model(torch.float16), args=args)
+    assert ("fp16_adam_eps" in findings.codes) == (not weight.isfinite().all())
+    assert findings.codes in (["fp16_adam_eps"], ["fp16_weights"])
+
+
+def test_the_model_is_left_as_it_was():
+    model = broken(_kill_norm).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    look(model=model, args=make_args())
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_batch_norm_statistics_are_seen_and_not_changed():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    assert look(model=model).codes == []
+    model[0].running_var[1] = math.nan
+    assert look(model=model).codes == ["bad_buffers"]
+    assert model[0].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("rewards", [[0.1] * 7, [0.0] * 3, [-5.0, -5.0], [1e6] * 4])
+def test_equal_rewards_are_constant_whatever_their_size(rewards):
+    rows = [{"prompt": "a", "completion": "b", "reward": float(torch.tensor(r)), "group": 0} for r in rewards]
+    assert look(rows).codes == ["constant_group"]
+    rows[0]["reward"] += 1e-3 * max(1.0, abs(rewards[0]))
+    assert look(rows).codes == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- clean
+
+BITS = st.sampled_from(["", " ", None, 3, " paris", " four", PAD, END, LONG, math.nan])
+ROW = st.fixed_dictionaries({"prompt": BITS, "chosen": BITS, "rejected": BITS})
+ANSWER = st.fixed_dictionaries(
+    {"prompt": st.just("a"), "completion": st.sampled_from(["b", "", None]), "group": st.integers(0, 3)}
+    | {"reward": st.sampled_from([0.0, 1.0, None, math.nan, "high"])}
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(st.lists(ROW, min_size=1, max_size=6), st.lists(ANSWER, min_size=1, max_size=10)))
+def test_clean_rows_have_nothing_left_to_clean(rows):
+    cleaned = look(rows, max_length=30).clean(rows)
+    dropped = {check.code for check in (*ROW_CHECKS, *WHOLE_CHECKS) if check.drop}
+    assert all(row in rows for row in cleaned)
+    if cleaned:
+        assert not dropped & set(look(cleaned, max_length=30).codes)
+
+
+def test_clean_counts_each_row_once_and_keeps_the_kind_of_data(capsys):
+    rows = pairs({**PAIR, "chosen": "", "prompt": None}, {**PAIR, "rejected": PAIR["chosen"]}, {**PAIR, "chosen": LONG})
+    findings = look(rows, max_length=30)
+    assert findings.clean(rows) == [*rows[:4], rows[6]]
+    assert capsys.readouterr().out == "kept 5 of 7 rows; dropped 1 missing_text, 1 identical_pair\n"
+    table = Dataset.from_list(rows)
+    assert findings.clean(table).to_list() == [*rows[:4], rows[6]]
+
+
+def test_a_set_up_fault_drops_no_row(capsys):
+    look(args=make_args(logging_nan_inf_filter=True)).clean(pairs())
+    assert capsys.readouterr().out == "kept 4 of 4 rows\n"
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([], {}, "no rows"),
+        ([{"question": "a"}], {}, "found question"),
+        ([PAIR, "text"], {}, "row 1 is a str"),
+        ({"train": [PAIR]}, {}, "splits"),
+        (iter([PAIR]), {}, "cannot be read by row"),
+        ([PAIR], {"max_length": 0}, "max_length is 0"),
+        ([PAIR], {"max_length": "512"}, "max_length is '512'"),
+        ([{"messages": MESSAGES}], {}, "row 0 holds chat messages"),
+        ([{**PAIR, "chosen": chat("a")}], {}, "row 0 mixes"),
+        ([PAIR, {"prompt": MESSAGES, "chosen": chat("a"), "rejected": chat("b")}], {}, "mixes text and chat"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_where(rows, options, words):
+    with pytest.raises(InputError, match=words) as caught:
+        look(rows, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_clean_refuses_another_data_set():
+    with pytest.raises(InputError, match="got 3 rows, preflight saw 4"):
+        look().clean(pairs()[:3])
+
+
+# ------------------------------------------------------------------------------------------------------------- casebook
+
+# Public report → what preflight would have said, or why nothing before training can say it.
+CASEBOOK = {
+    "trl-5662": "truncated_away",
+    "trl-6668": "truncated_away",
+    "trl-1053": "no_label",
+    "verl-785": "truncated_away",
+    "instructlab-547": "no_label",
+    "axolotl-3026": "no: the slice of one rank is only known once the batch is split",
+    "hf-16711": "no: which tokens are masked is drawn at random in the collator",
+    "pt-70348": "no_label",
+    "trl-1386": "no: how classes fall on ranks is only known in the run",
+    "trl-1380": "one_class_labels",
+    "trl-5775": "bad_reward",
+    "peft-3530": "no: the adapters are merged after training",
+    "trl-2564": "no: it depends on how sure the model is of an answer",
+    "trl-3015": "no: the policy drifts during training",
+    "pt-2421": "no: an operation in the loss",
+    "unsloth-9848": "no: the attention backend's own fault",
+    "pt-103749": "no: the attention backend's own fault",
+    "hf-23530": "eos_lost",
+    "trl-1371": "overflows_in_fp16",
+    "trl-1789": "fp16_adam_eps",
+    "ptforum-1765": "fp16_adam_eps",
+    "tropt-8": "fp16_adam_eps",
+    "llm-dojo-23": "fp16_weights",
+    "trl-878": "fp16_weights",
+    "nemo-3232": "no: the attention backend's own fault",
+    "hf-48932": "bad_buffers",
+    "llm-foundry-1745": "uninitialised_weights",
+    "chatglm2-519": "huge_learning_rate",
+    "trl-6702": "nan_filter_on",
+    "hf-13758": "nan_filter_on",
+}
+
+
+def test_the_casebook_is_judged_report_by_report():
+    casebook = SHARED / "casebook.jsonl"
+    if not casebook.exists():
+        pytest.skip("needs ../shared/casebook.jsonl")
+    assert set(CASEBOOK) == {json.loads(line)["id"] for line in casebook.read_text(encoding="utf-8").splitlines()}
+    assert all(verdict.startswith("no: ") or verdict in PLANTED for verdict in CASEBOOK.values())
+
+
+def test_real_rows_have_only_identical_pairs():
+    data = SHARED / "data" / "instruction-preferences.json"
+    if not data.exists():
+        pytest.skip("needs ../shared/data/instruction-preferences.json")
+    source = json.loads(data.read_text(encoding="utf-8"))
+    rows = [
+        {"prompt": f"{r['instruction']}\n{r['input']}", "chosen": r["chosen"], "rejected": r["rejected"]}
+        for r in source
+    ]
+    same = [number for number, row in enumerate(rows) if row["chosen"] == row["rejected"]]
+    findings = look(rows, max_length=2048)
+    assert findings.codes == ["identical_pair"]
+    assert list(findings[0].rows) == same
