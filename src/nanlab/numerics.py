@@ -15,8 +15,8 @@ from nanlab.errors import InputError
 
 # A group whose spread is at most this many machine epsilons of its largest reward is equal up to rounding.
 _FLAT_EPSILONS = 4
-# Logits that are upcast at one time. Small chunks stay in a CPU's cache; a GPU wants fewer, larger kernels.
-_CHUNK_NUMBERS = {"cpu": 2**18, "other": 2**23}
+# How many logits are upcast at one time. Small chunks stay in a CPU's cache; a GPU wants fewer, larger kernels.
+_CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**20, 2**22
 
 
 def at_least_fp32(values: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Advantages(NamedTuple):
 
     values: Tensor  # [N], fp32 (fp64 for fp64 rewards); exactly 0 where a row carries no signal
     missing: int  # rows left out because their reward is NaN
-    flat: int  # rows with a reward whose group has no spread: one reward, or all equal up to rounding
+    flat: int  # rows that have a reward, but in a group without spread: one reward, or all equal up to rounding
 
 
 def group_advantages(rewards: Tensor, group: Tensor) -> Advantages:
@@ -81,30 +81,35 @@ def group_advantages(rewards: Tensor, group: Tensor) -> Advantages:
 
     A group whose std is at most a few machine epsilons of the *rewards' type*, relative to its largest |reward|,
     has no spread; its advantages are exactly 0. An eps added to the std cannot do this. It is absolute: rounding
-    noise of 1e-8 around 0.1 comes out as -0.43 with eps = 1e-8 and an honest spread of 1e-6 is crushed with
+    noise of 1e-8 comes out as an advantage of 0.4 with eps = 1e-8, and an honest spread of 1e-6 is crushed with
     eps = 1e-4; and 0 is never reached. Half types have large steps: keep rewards in fp32 or fp64.
 
     Raises:
         InputError: shapes differ, rewards are not float, or a reward is infinite.
     """
     _check_rewards(rewards, group)
-    seen = ~rewards.isnan()
-    advantages = torch.zeros(rewards.shape, dtype=torch.float64, device=rewards.device)
-    known, index = rewards[seen].detach().double(), torch.unique(group[seen], return_inverse=True)[1]
-    per_group = torch.zeros(int(index.max()) + 1 if len(index) else 0, dtype=torch.float64, device=rewards.device)
+    reward, group = rewards.detach().cpu().double(), group.cpu()  # not every device knows fp64
+    seen = ~reward.isnan()
+    advantages, flat = torch.zeros_like(reward), torch.zeros_like(seen)
+    index = torch.unique(group[seen], return_inverse=True)[1]
+    floor = _FLAT_EPSILONS * torch.finfo(rewards.dtype).eps
+    advantages[seen], flat[seen] = _standardise(reward[seen], index, floor)
+    values = advantages.to(rewards.device, torch.promote_types(rewards.dtype, torch.float32))
+    return Advantages(values, missing=int((~seen).sum()), flat=int(flat.sum()))
 
-    scale = per_group.scatter_reduce(0, index, known.abs(), "amax")
-    scaled = known / torch.where(scale > 0, scale, 1.0)[index]
+
+def _standardise(reward: Tensor, index: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """(reward − mean) / std within the groups 0, 1, … of `index`, and which rows belong to a group without spread."""
+    zero = torch.zeros(len(reward), dtype=reward.dtype)  # there are at most as many groups as rows
+    scale = zero.scatter_reduce(0, index, reward.abs(), "amax")[index]
+    scaled = reward / torch.where(scale > 0, scale, 1.0)
     # Measured from the group's smallest, equal rewards are exactly 0: the mean of n times 0.1 need not be 0.1.
-    above = scaled - per_group.scatter_reduce(0, index, scaled, "amin", include_self=False)[index]
-    count = per_group.index_add(0, index, torch.ones_like(above))
-    deviation = above - (per_group.index_add(0, index, above) / count)[index]
-    std = (per_group.index_add(0, index, deviation**2) / (count - 1).clamp(min=1)).sqrt()
-    flat = std <= _FLAT_EPSILONS * torch.finfo(rewards.dtype).eps
-
-    advantages[seen] = torch.where(flat[index], 0.0, deviation / torch.where(flat, 1.0, std)[index])
-    values = advantages.to(torch.promote_types(rewards.dtype, torch.float32))
-    return Advantages(values, missing=int((~seen).sum()), flat=int(flat[index].sum()))
+    above = scaled - zero.scatter_reduce(0, index, scaled, "amin", include_self=False)[index]
+    count = zero.index_add(0, index, torch.ones_like(above))[index]
+    deviation = above - zero.index_add(0, index, above)[index] / count
+    std = (zero.index_add(0, index, deviation**2)[index] / (count - 1).clamp(min=1)).sqrt()
+    flat = std <= floor
+    return torch.where(flat, 0.0, deviation / torch.where(flat, 1.0, std)), flat
 
 
 def _check_rewards(rewards: Tensor, group: Tensor) -> None:
@@ -155,7 +160,7 @@ class _TokenLogps(torch.autograd.Function):
         for row, column in _chunks(mask, logits):
             label = labels[row, column]
             _check_labels(label, row, column, logits.shape[-1])
-            log_softmax = torch.log_softmax(logits[row, column], dim=-1, dtype=dtype)
+            log_softmax = logits[row, column].to(dtype).log_softmax(dim=-1)
             log_probs[row, column] = log_softmax.gather(1, label[:, None])[:, 0]
         return log_probs
 
@@ -167,7 +172,7 @@ class _TokenLogps(torch.autograd.Function):
         for row, column in _chunks(mask & (grad != 0), logits):
             weight, label = grad[row, column][:, None], labels[row, column][:, None]
             # d log softmax(x)[label] / dx = onehot(label) − softmax(x)
-            softmax = torch.softmax(logits[row, column], dim=-1, dtype=grad.dtype)
+            softmax = logits[row, column].to(grad.dtype).softmax(dim=-1)
             chunk = softmax.mul_(-weight).scatter_add_(1, label, weight)
             grad_logits[row, column] = chunk.to(logits.dtype)
         return grad_logits, None, None
@@ -175,9 +180,9 @@ class _TokenLogps(torch.autograd.Function):
 
 def _chunks(mask: Tensor, logits: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(row, column) indices of the true positions, a chunk at a time. The only place that waits for the device."""
-    numbers = _CHUNK_NUMBERS.get(logits.device.type, _CHUNK_NUMBERS["other"])
+    numbers = _CHUNK_ON_CPU if logits.device.type == "cpu" else _CHUNK_ELSEWHERE
+    size = max(1, numbers // max(1, logits.shape[-1]))
     row, column = mask.nonzero(as_tuple=True)
-    size = max(1, numbers // logits.shape[-1])
     return list(zip(row.split(size), column.split(size), strict=True)) if len(row) else []
 
 
