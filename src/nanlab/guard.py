@@ -66,12 +66,13 @@ class Finding:
     """One thing that is not finite, on one rank. `what` is a key of the tables that `Guard` checks."""
 
     what: str  # "loss", "gradient", "buffer", "parameter" or "optimizer state"
-    name: str  # the first bad one of its kind
+    name: str  # the first bad one of its kind: a parameter, a buffer, "micro-batch 2 of 4" ("" if there is only one)
     kind: str  # "nan" or "inf"
     rank: int
 
     def __str__(self) -> str:
-        return f"{self.what} {self.name} is {self.kind}"
+        of = " of " if self.what in ("loss", "gradient") and self.name else " "
+        return f"{(self.what + of + self.name).strip()} is {self.kind}"
 
 
 @dataclass(frozen=True)
@@ -245,13 +246,12 @@ class _Copy:
         return sum(t.nbytes for t in self.tensors.values())
 
 
-def _slots(modules: Iterable[tuple[str, nn.Module]], kind: str) -> dict[str, tuple[dict, str]]:
-    """Places of buffers ("_buffers") or trainable parameters ("_parameters"), by qualified name."""
+def _buffer_slots(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[dict, str]]:
     return {
-        f"{prefix}.{key}" if prefix else key: (getattr(module, kind), key)
+        f"{prefix}.{key}" if prefix else key: (module._buffers, key)
         for prefix, module in modules
-        for key, tensor in getattr(module, kind).items()
-        if tensor is not None and (kind == "_buffers" or tensor.requires_grad)
+        for key, buffer in module._buffers.items()
+        if buffer is not None
     }
 
 
@@ -308,7 +308,9 @@ def _sequences_per_row(collator: Any) -> int:
 class Guard:
     """Made by `watch`, which explains the policies. `events`: one `Event` per step that did not count."""
 
-    def __init__(self, policy, locate, max_consecutive, check_state, keep_on, folder):
+    def __init__(
+        self, policy: str, locate: bool, max_consecutive: int, check_state: bool, keep_on: str, folder: str | Path
+    ):
         self.policy, self.locate, self.max_consecutive = policy, locate, max_consecutive
         self.check_state = check_state or policy == "rollback"
         self.keep_on, self.folder = keep_on, Path(folder)
@@ -335,16 +337,7 @@ class Guard:
         self.device = self._parameters[0][1].device
         self._names = {parameter: name for name, parameter in self._parameters}
         modules = list(model.named_modules())
-        self._buffers = _Copy(lambda: _slots(modules, "_buffers"))
-        self._everything = lambda: {
-            f"{kind} {name}": slot
-            for kind, slots in {
-                "parameter": _slots(modules, "_parameters"),
-                "buffer": _slots(modules, "_buffers"),
-                "state": _state_slots(self.optimizer, self._names),
-            }.items()
-            for name, slot in slots.items()
-        }
+        self._buffers = _Copy(lambda: _buffer_slots(modules))
         # Some buffers hold −inf on purpose (attention masks): only those that start finite are checked.
         named = [(name, owner[key]) for name, (owner, key) in self._buffers.slots().items()]
         self._finite_buffers = [name for name, buffer in named if _first_bad([(name, buffer)]) is None]
@@ -352,6 +345,16 @@ class Guard:
         if self.policy == "rollback":
             self._good = _Copy(self._everything, None if self.keep_on == "device" else "cpu")
             self._good.take()
+
+    def _everything(self) -> dict[str, tuple[dict, Any]]:
+        """What a step may change, for the last good copy."""
+        by_name = dict(self._parameters)
+        parts = {
+            "parameter": {name: (by_name, name) for name in by_name},
+            "buffer": self._buffers.slots(),
+            "state": _state_slots(self.optimizer, self._names),
+        }
+        return {f"{part} {name}": slot for part, slots in parts.items() for name, slot in slots.items()}
 
     def _watch_module(self, module: nn.Module, optimizer, scaler) -> None:
         self._watched = module
@@ -389,8 +392,10 @@ class Guard:
     def _before_step(self) -> dict[str, list[tuple[str, Tensor]]]:
         count = len(self._losses)
         table = {
-            "loss": [(f"of micro-batch {i} of {count}", loss) for i, loss in enumerate(self._losses, 1)],
-            "gradient": [(f"of {name}", p.grad) for name, p in self._parameters if p.grad is not None],
+            "loss": [
+                (f"micro-batch {i} of {count}" if count > 1 else "", loss) for i, loss in enumerate(self._losses, 1)
+            ],
+            "gradient": [(name, p.grad) for name, p in self._parameters if p.grad is not None],
         }
         if self.check_state:
             slots = self._buffers.slots()
@@ -399,10 +404,11 @@ class Guard:
 
     def _after_step(self) -> dict[str, list[tuple[str, Tensor]]]:
         state = _state_slots(self.optimizer, self._names) if self.optimizer is not None else {}
-        state = {name: owner[key] for name, (owner, key) in state.items()}
+        # Adam's step counter lives on the CPU and is a count: nothing to find, and a slow thing to look at.
+        state = {name: owner[key] for name, (owner, key) in state.items() if key != "step"}
         return {
-            "parameter": self._parameters,
             "optimizer state": [(name, value) for name, value in state.items() if torch.is_tensor(value)],
+            "parameter": self._parameters,
         }
 
     def _findings(self, table: Mapping[str, list[tuple[str, Tensor]]]) -> tuple[Finding, ...]:
@@ -452,7 +458,7 @@ class Guard:
             self._open = False
             return True
         why = f"no step has been taken for {self.scaler_skips} steps: {findings[0]} although the loss is finite"
-        scale = f"the loss scale has fallen to {self.scaler.get_scale():g}, so it is not the scale that overflows"
+        scale = f"the loss scale has fallen to {self.scaler.get_scale():g}"
         self._refuse(findings, reason=f"{why}; {scale}", dead=True)
         return False
 
@@ -702,8 +708,6 @@ def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> 
     that `step` uses; with a Trainer its own. Weights in the folder are loaded into the model, and stay there.
     Gradients are dropped and the random generators put back afterwards. Raises `InputError` if the folder is not one.
     """
-    from nanlab.tracing import locate
-
     folder = Path(folder)
     if not (folder / "batches.pt").is_file():
         raise InputError(f"replay: {folder} holds no batches.pt; give the folder that the guard named when it stopped")
@@ -711,6 +715,8 @@ def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> 
         model, step = step.model, functools.partial(_trainer_loss, step)
     if model is None:
         raise InputError("replay: name the model: replay(folder, call, model=model)")
+    from nanlab.tracing import locate
+
     device = next(model.parameters()).device
     if (folder / "weights.pt").is_file():
         model.load_state_dict(torch.load(folder / "weights.pt", map_location=device, weights_only=True))
@@ -764,7 +770,7 @@ class _TrainerLink:
         self.findings: tuple[Finding, ...] | None = None  # of this step, made before clipping
         self.last_loss: Tensor | float = 0.0
         self.per_train: list[Callable[[], None]] = []
-        self.filter = trainer.args.logging_nan_inf_filter
+        self.filter_off = False
         guard.fatal = False
         guard.step_number = lambda: trainer.state.global_step + 1
         guard.log_tail = lambda: trainer.state.log_history[-LOG_TAIL:]
@@ -788,7 +794,8 @@ class _TrainerLink:
             trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer), trainer.accelerator.scaler
         )
         guard.stopped, self.findings = None, None
-        guard.skipped_before_resume = max((e.get("guard_skipped", 0) for e in trainer.state.log_history), default=0)
+        logged = max((entry.get("guard_skipped", 0) for entry in trainer.state.log_history), default=0)
+        guard.skipped_before_resume = max(logged - len(guard.events), 0)
         self.per_train = [
             _replace(trainer.optimizer, "step", self.optimizer_step),
             _replace(trainer.accelerator, "clip_grad_norm_", self.clip_grad_norm),
@@ -824,15 +831,17 @@ class _TrainerLink:
 
         The log gets the last finite loss in the place of one that is not (the Trainer's filter: the average so far).
         """
-        if not self.filter:
+        args = self.trainer.args
+        if not args.logging_nan_inf_filter:
             return loss
-        self.trainer.args.logging_nan_inf_filter = False
+        args.logging_nan_inf_filter, self.filter_off = False, True
         self.last_loss = torch.where(torch.isfinite(loss), loss, self.last_loss)
         return self.last_loss
 
     def restore_filter(self) -> None:
         """Evaluation reads the same flag, so it is only off between two lines of the training loop."""
-        self.trainer.args.logging_nan_inf_filter = self.filter
+        if self.filter_off:
+            self.trainer.args.logging_nan_inf_filter, self.filter_off = True, False
 
     def look(self) -> tuple[Finding, ...]:
         """Once per step, at the first of clipping and stepping: clipping would spread one NaN to every gradient."""

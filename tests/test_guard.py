@@ -1,0 +1,757 @@
+"""The guard: bit-identity with a run that never saw the bad batches, injections, policies, post-mortem, sync points."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nanlab.tracing
+from nanlab.errors import InputError
+from nanlab.guard import SCALER_PATIENCE, Finding, GuardStop, replay, watch
+
+BAD = (math.nan, math.inf, -math.inf)
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=0.1),
+}
+POSITIONS = {"first": {0}, "middle": {3}, "last": {7}, "adjacent": {3, 4}, "five": {0, 2, 3, 5, 7}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model() -> nn.Module:
+    """Small, with what a bad batch leaves traces in: running statistics and a random generator."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+def make_batches(steps: int, accumulation: int = 1) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(6, 4, generator=generator) for _ in range(accumulation)] for _ in range(steps)]
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every parameter, every buffer, every number of the optimizer's state."""
+    state = {f"model {name}": tensor for name, tensor in model.state_dict().items()}
+    for i, values in optimizer.state_dict()["state"].items():
+        state.update({f"optimizer {i} {key}": value for key, value in values.items() if torch.is_tensor(value)})
+    return state
+
+
+def assert_identical(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)]
+    assert not different
+    assert all(torch.isfinite(tensor).all() for tensor in got.values())
+
+
+def loop(steps, policy="skip", optimizer="adamw", inject=None, **options):
+    """A plain loop; `inject(moment, i, **objects)` may break anything at five moments of step i."""
+    model = make_model()
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    torch.manual_seed(2)
+    guard = watch(model, policy, optimizer=optimizer, **options)
+    inject = inject or (lambda *args, **kwargs: None)
+    for i, step in enumerate(steps):
+        inject("between steps", i, model=model, optimizer=optimizer)
+        losses = []
+        for x in step:
+            losses.append(model(x).square().mean() / len(step))
+            losses[-1].backward()
+        inject("before the decision", i, model=model, optimizer=optimizer, losses=losses)
+        if guard.allow_step(losses):
+            optimizer.step()
+            inject("after the step", i, model=model, optimizer=optimizer)
+            guard.after_step()
+        optimizer.zero_grad()
+    return model, optimizer, guard
+
+
+def poison(steps, where, value=math.nan):
+    """The same steps with one number of one micro-batch spoiled at each position."""
+    spoiled = [[x.clone() for x in step] for step in steps]
+    for i in where:
+        spoiled[i][len(spoiled[i]) // 2][2, 1] = value
+    return spoiled
+
+
+# -- Bit-identity ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("where", POSITIONS)
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_loop_ends_as_if_it_had_never_seen_the_bad_batches(policy, where, accumulation, optimizer):
+    steps = make_batches(8, accumulation)
+    bad = POSITIONS[where]
+    model, opt, guard = loop(poison(steps, bad), policy, optimizer)
+    clean_model, clean_opt, _ = loop([step for i, step in enumerate(steps) if i not in bad], "off", optimizer)
+    assert_identical(everything(model, opt), everything(clean_model, clean_opt))
+    assert [event.step for event in guard.events] == [i + 1 for i in sorted(bad)]
+    assert all(event.what == "loss" and event.ranks == (0,) for event in guard.events)
+    summary = guard.summary()
+    assert (summary.steps_seen, summary.steps_skipped) == (8, len(bad))
+    assert summary.rows_lost == 6 * accumulation * len(bad)
+
+
+def test_without_the_guard_one_bad_batch_kills_the_model():
+    model, _, _ = loop(poison(make_batches(3), {1}), "off")
+    assert all(torch.isnan(p).all() for p in model.parameters())
+
+
+def test_a_healthy_run_is_not_changed():
+    model, opt, guard = loop(make_batches(8, 2), "rollback")
+    expected, expected_opt, _ = loop(make_batches(8, 2), "off")
+    assert_identical(everything(model, opt), everything(expected, expected_opt))
+    assert guard.events == []
+
+
+# -- What counts as bad ------------------------------------------------------------------------------
+
+
+def one_step(break_it, **options):
+    """(allowed, guard) of a single step on which `break_it(model, loss) -> loss` was let loose after backward."""
+    model = make_model()
+    guard = watch(model, optimizer=OPTIMIZERS["adamw"](model.parameters()), **options)
+    loss = model(make_batches(1)[0][0]).square().mean()
+    loss.backward()
+    return guard.allow_step(break_it(model, loss)), guard
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_one_entry_of_one_gradient_is_enough_and_is_named(value):
+    def break_it(model, loss):
+        model[4].weight.grad[0, 5] = value
+        return loss
+
+    allowed, guard = one_step(break_it)
+    assert not allowed
+    assert (guard.events[0].what, guard.events[0].name) == ("gradient", "4.weight")
+    assert guard.events[0].findings[0].kind == ("nan" if math.isnan(value) else "inf")
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_bad_loss_is_enough_even_with_clean_gradients(value):
+    allowed, guard = one_step(lambda model, loss: loss.detach() * 0 + value)
+    assert not allowed
+    assert [f.what for f in guard.events[0].findings] == ["loss"]
+
+
+def test_a_python_float_is_a_loss_too():
+    assert one_step(lambda model, loss: loss.item())[0]
+    assert not one_step(lambda model, loss: math.nan)[0]
+
+
+def test_large_finite_gradients_are_allowed_although_their_l2_norm_overflows():
+    def break_it(model, loss):
+        model[0].weight.grad.fill_(1e30)
+        assert torch.isinf(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        return loss
+
+    assert one_step(break_it)[0]
+
+
+def test_a_sparse_gradient_is_looked_into():
+    model = nn.Embedding(5, 3, sparse=True)
+    guard = watch(model)
+    loss = (model(torch.tensor([1, 2])) * torch.tensor([1.0, math.inf, 1.0])).sum()
+    loss.backward()
+    assert not guard.allow_step(0.0)
+    assert guard.events[0].name == "weight"
+
+
+def test_a_buffer_that_holds_minus_inf_on_purpose_is_no_finding():
+    model = make_model()
+    model.register_buffer("mask", torch.full((3,), -math.inf))
+    guard = watch(model, check_state=True, optimizer=OPTIMIZERS["sgd"](model.parameters()))
+    loss = model(make_batches(1)[0][0]).mean()
+    loss.backward()
+    assert guard.allow_step(loss)
+
+
+# -- Injections --------------------------------------------------------------------------------------
+
+
+def injection(seed: int, steps: int):
+    """(step, kind, inject) of the one fault that this seed stands for."""
+    rng = random.Random(seed)
+    kind = rng.choice(["loss", "loss only", "gradient", "buffer", "batch", "parameter", "optimizer state"])
+    at, value = rng.randrange(1 if kind == "optimizer state" else 0, steps), rng.choice(BAD)
+
+    def spoil(tensor):
+        tensor.detach().view(-1)[rng.randrange(tensor.numel())] = value
+
+    def inject(moment, i, model, optimizer, losses=None):
+        if i != at:
+            return
+        if moment == "between steps" and kind == "buffer":
+            spoil(rng.choice([model[1].running_mean, model[1].running_var]))
+        if moment == "between steps" and kind == "optimizer state":
+            state = optimizer.state[rng.choice(list(model.parameters()))]
+            spoil(state[rng.choice([key for key in state if key != "step"])])
+        if moment == "before the decision" and kind == "loss":
+            (losses[0] * value).backward()
+        if moment == "before the decision" and kind in ("loss", "loss only"):
+            losses[0] = losses[0].detach() * value
+        if moment == "before the decision" and kind == "gradient":
+            spoil(rng.choice(list(model.parameters())).grad)
+        if moment == "after the step" and kind == "parameter":
+            spoil(rng.choice(list(model.parameters())))
+
+    return at, kind, value, inject
+
+
+SHOWS_AS = {  # where a fault shows first, if not where it was put
+    "loss only": "loss",
+    "batch": "loss",
+}
+
+
+def test_two_hundred_injections_are_all_undone_and_all_in_the_events():
+    steps, seen = make_batches(5), set()
+    references = {}
+    for seed in range(200):
+        at, kind, value, inject = injection(seed, len(steps))
+        optimizer = ("adamw", "sgd")[seed % 2]
+        spoiled = poison(steps, {at} if kind == "batch" else (), value)
+        if kind == "loss":  # the graph is needed twice
+            inject = keep_graph(at, value)
+        model, opt, guard = loop(spoiled, "rollback", optimizer, inject)
+        if (at, optimizer) not in references:
+            references[at, optimizer] = everything(*loop(steps[:at] + steps[at + 1 :], "off", optimizer)[:2])
+        assert_identical(everything(model, opt), references[at, optimizer])
+        assert [(e.step, e.what) for e in guard.events] == [(at + 1, SHOWS_AS.get(kind, kind))], (seed, kind)
+        seen.add(kind)
+    assert len(seen) == 7
+
+
+def keep_graph(at: int, value: float):
+    """A loss that turned bad before its backward: every gradient is bad too."""
+
+    def inject(moment, i, model, optimizer, losses=None):
+        if i == at and moment == "before the decision":
+            for parameter in model.parameters():
+                parameter.grad.mul_(value)
+            losses[0] = losses[0].detach() * value
+
+    return inject
+
+
+# -- Policies ----------------------------------------------------------------------------------------
+
+
+def test_rollback_undoes_a_step_that_spoiled_a_parameter_and_states_its_memory():
+    def inject(moment, i, model, optimizer, losses=None):
+        if moment == "after the step" and i == 2:
+            model[0].weight.data[0, 0] = math.nan
+
+    model, opt, guard = loop(make_batches(4), "rollback", inject=inject)
+    event = guard.events[0]
+    assert (event.what, event.name, event.action) == ("parameter", "0.weight", "rolled back")
+    copied = [*model.parameters(), *model.buffers(), *(v for s in opt.state.values() for v in s.values())]
+    assert guard.summary().rollback_bytes == sum(t.nbytes for t in copied)
+    assert "last good copy" in str(guard.summary())
+
+
+def test_without_a_copy_a_spoiled_parameter_ends_the_run(tmp_path):
+    def inject(moment, i, model, optimizer, losses=None):
+        if moment == "after the step" and i == 2:
+            model[0].weight.data[0, 0] = math.nan
+
+    with pytest.raises(GuardStop, match="policy='rollback' keeps a good copy"):
+        loop(make_batches(4), "skip", inject=inject, check_state=True, folder=tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["stop", "raise"])
+def test_stop_and_raise_end_a_plain_loop_at_the_first_bad_step(policy, tmp_path):
+    with pytest.raises(GuardStop, match=r"step 3.*loss is nan") as caught:
+        loop(poison(make_batches(5), {2}), policy, folder=tmp_path)
+    assert caught.value.event.step == 3
+    assert caught.value.folder == tmp_path / "step-000003"
+
+
+def test_a_dead_run_stops_after_max_consecutive(tmp_path):
+    with pytest.raises(GuardStop, match="3 steps in a row") as caught:
+        loop(poison(make_batches(9), {1, 3, 4, 6, 7, 8}), max_consecutive=3, folder=tmp_path)
+    assert caught.value.event.step == 9
+
+
+def test_off_hooks_in_nothing():
+    model = make_model()
+    guard = watch(model, "off")
+    assert not model._forward_pre_hooks
+    assert guard.allow_step(math.nan)
+
+
+def test_remove_takes_the_hook_out():
+    model = make_model()
+    with watch(model):
+        assert model._forward_pre_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: watch(make_model(), "skipp"), "policy 'skipp' is unknown"),
+        (lambda: watch(3), "int is neither a Trainer nor"),
+        (lambda: watch(make_model(), "rollback"), "need the optimizer"),
+        (lambda: watch(make_model(), keep_on="disk"), "keep_on 'disk' is unknown"),
+        (lambda: watch(make_model(), max_consecutive=0), "give 1 or more"),
+        (lambda: watch(make_model().requires_grad_(False)), "no parameter that requires a gradient"),
+        (lambda: watch(make_model()).allow_step(0.0), "has not run in training mode"),
+        (lambda: watch(make_model()).allow_step(0.0, make_model()), "not the model that is watched"),
+        (lambda: replay("nowhere", print), "holds no batches.pt"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(call, message):
+    with pytest.raises(InputError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_rollback_insists_on_after_step():
+    model = make_model()
+    guard = watch(model, "rollback", optimizer=OPTIMIZERS["sgd"](model.parameters()))
+    for expected in (False, True):
+        loss = model(make_batches(1)[0][0]).mean()
+        loss.backward()
+        if expected:
+            with pytest.raises(InputError, match=r"need guard.after_step\(\)"):
+                guard.allow_step(loss)
+        else:
+            assert guard.allow_step(loss)
+
+
+# -- GradScaler --------------------------------------------------------------------------------------
+
+
+def scaled_step(guard, model, optimizer, scaler, factor=1.0, gradient=None):
+    loss = model(make_batches(1)[0][0]).square().mean() * factor
+    scaler.scale(loss).backward()
+    if gradient is not None:
+        model[4].bias.grad.fill_(gradient)
+    if allowed := guard.allow_step(loss):
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    return allowed
+
+
+def scaled(tmp_path):
+    model = make_model()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    return watch(model, scaler=scaler, folder=tmp_path), model, optimizer, scaler
+
+
+def test_an_inf_in_scaled_gradients_is_left_to_the_scaler(tmp_path):
+    guard, model, optimizer, scaler = scaled(tmp_path)
+    before = scaler.get_scale()
+    assert scaled_step(guard, model, optimizer, scaler, gradient=math.inf)
+    assert scaler.get_scale() == before / 2
+    assert guard.events == []
+
+
+def test_a_bad_loss_is_the_guards_business_and_leaves_the_scale_alone(tmp_path):
+    guard, model, optimizer, scaler = scaled(tmp_path)
+    before = scaler.get_scale()
+    assert not scaled_step(guard, model, optimizer, scaler, factor=math.nan)
+    assert scaler.get_scale() == before
+    assert scaled_step(guard, model, optimizer, scaler)  # the scaler is ready for the next step
+    assert len(optimizer.state) == 6
+
+
+def test_the_guard_speaks_up_when_the_scaler_never_steps(tmp_path):
+    guard, model, optimizer, scaler = scaled(tmp_path)
+    for _ in range(SCALER_PATIENCE - 1):
+        assert scaled_step(guard, model, optimizer, scaler, gradient=math.inf)
+    with pytest.raises(GuardStop, match=r"no step has been taken for 16 steps: gradient of 4\.bias is inf"):
+        scaled_step(guard, model, optimizer, scaler, gradient=math.inf)
+    assert "loss scale has fallen to 2" in guard.events[0].reason
+    assert len(guard.events) == 1
+
+
+# -- Locate and post-mortem --------------------------------------------------------------------------
+
+
+def fake_locate(step, *, model=None, optimizer=None, **tensors):
+    """Stands in for `nanlab.locate`: runs the step, and reports its loss and what it was given."""
+    loss = step()
+    return SimpleNamespace(found=not math.isfinite(loss), loss=loss, tensors=tensors, model=model)
+
+
+@pytest.fixture
+def located(monkeypatch):
+    monkeypatch.setattr(nanlab.tracing, "locate", fake_locate, raising=False)
+
+
+class WithLoss(nn.Module):
+    """Returns an object with `.loss`, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, x):
+        return SimpleNamespace(loss=self.inner(x).square().mean())
+
+
+def test_locate_replays_the_failing_step_and_changes_nothing(located):
+    results = []
+    for locate in (True, False):
+        torch.manual_seed(3)
+        model = WithLoss()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        guard = watch(model, locate=locate)
+        for (x,) in poison(make_batches(5), {2}):
+            loss = model(x).loss
+            loss.backward()
+            if guard.allow_step(loss):
+                optimizer.step()
+            optimizer.zero_grad()
+        results.append((everything(model, optimizer), guard))
+    assert_identical(results[0][0], results[1][0])
+    report = results[0][1].events[0].report
+    assert math.isnan(report.loss)
+    assert torch.isnan(report.tensors["argument_0"][2, 1])
+    assert results[1][1].events[0].report is None
+
+
+def test_a_loop_can_say_how_its_loss_is_computed(located):
+    model = make_model()
+    guard = watch(model, locate=True)
+    x = poison(make_batches(1), {0})[0][0]
+    compute = lambda: model(x).square().mean()
+    loss = compute()
+    loss.backward()
+    assert not guard.allow_step(loss, model, replay=compute)
+    assert math.isnan(guard.events[0].report.loss)
+
+
+def test_a_diagnosis_that_fails_does_not_end_the_run(monkeypatch, caplog):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(nanlab.tracing, "locate", broken, raising=False)
+    _, _, guard = loop(poison(make_batches(3), {1}), locate=True)
+    assert guard.events[0].report is None
+    assert "no luck" in caplog.text
+
+
+def test_post_mortem_replays_the_same_loss_in_a_fresh_model(located, tmp_path):
+    model = make_model()
+    guard = watch(model, "stop", folder=tmp_path)
+    x = make_batches(1)[0][0]
+    loss = model(x).square().mean() * math.inf
+    loss.backward()
+    with pytest.raises(GuardStop) as caught:
+        guard.allow_step(loss)
+    folder = caught.value.folder
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"batches.pt", "weights.pt", "log_tail.json", "report.txt", "summary.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]  # no draft is left behind
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["event"]["findings"][0] == {"what": "loss", "name": "", "kind": "inf", "rank": 0}
+    assert "loss is inf" in (folder / "report.txt").read_text()
+    assert json.loads((folder / "log_tail.json").read_text())["recent"] == [{"step": 1, "loss": math.inf}]
+
+    torch.manual_seed(99)
+    fresh = make_model()
+    fresh[0].weight.data.zero_()
+    report = replay(folder, lambda x: fresh(x).square().mean(), model=fresh)
+    torch.manual_seed(99)
+    torch.set_rng_state(torch.load(folder / "batches.pt", weights_only=True)[0]["rng"]["cpu"])
+    expected = make_model_like(model)(x).square().mean()  # same weights, same dropout
+    assert torch.equal(report.loss, expected)
+
+
+def make_model_like(model):
+    state = torch.get_rng_state()
+    twin = make_model()
+    twin.load_state_dict(model.state_dict())
+    torch.set_rng_state(state)
+    return twin
+
+
+def test_evidence_is_not_overwritten(tmp_path):
+    for _ in range(2):
+        with pytest.raises(GuardStop):
+            loop(poison(make_batches(1), {0}), "raise", folder=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "step-000001-2"}
+
+
+def test_findings_read_as_sentences():
+    assert str(Finding("loss", "", "nan", 0)) == "loss is nan"
+    assert str(Finding("gradient", "w", "inf", 0)) == "gradient of w is inf"
+    assert str(Finding("buffer", "bn.running_mean", "nan", 0)) == "buffer bn.running_mean is nan"
+
+
+# -- In a Trainer ------------------------------------------------------------------------------------
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU: `.item()`, `bool(tensor)`, `nonzero`."""
+
+    WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in self.WAITS
+        return func(*args, **(kwargs or {}))
+
+
+def rows(count: int, bad=()) -> list[dict]:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, 50, (8,), generator=generator) for _ in range(count)]
+    return [{"input_ids": x, "labels": x, "factor": math.nan if i in bad else 1.0} for i, x in enumerate(ids)]
+
+
+def tiny(family: str, **options):
+    import transformers
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = getattr(transformers, f"{family}Config")(**size, vocab_size=64, **options)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def make_trainer(data, folder, accumulation=1, optimizer="adamw", schedule=None, model=None, **options):
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    class InOrder(Trainer):
+        """Rows in order, and a factor on the loss of each: nan for a poisoned row."""
+
+        def _get_train_sampler(self, *args, **kwargs):
+            return SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            factor = inputs.pop("factor")
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) * factor.mean()
+            return (loss, {}) if return_outputs else loss
+
+    model = model or tiny("GPTNeoX", hidden_dropout=0.1, attention_dropout=0.1)
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule or (lambda step: 1.0))
+    defaults = {"num_train_epochs": 1, "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 1.0}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        report_to=[],
+        use_cpu=True,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        **(defaults | options),
+    )
+    return InOrder(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, schedule))
+
+
+def trained(trainer, policy="skip", **options):
+    guard = watch(trainer, policy, **options)
+    trainer.train()
+    return everything(trainer.model, trainer.optimizer), guard
+
+
+def without(data, step_rows, bad_steps):
+    return [row for i, row in enumerate(data) if i // step_rows not in bad_steps]
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("where", [{0}, {1, 2}, {3}, {0, 2, 3, 4, 6}], ids=str)
+def test_trainer_ends_as_if_it_had_never_seen_the_bad_batches(where, accumulation, optimizer, policy, tmp_path):
+    step_rows = 2 * accumulation
+    bad_rows = {i * step_rows + step_rows // 2 for i in where}
+    count = 7 * step_rows
+    got, guard = trained(make_trainer(rows(count, bad_rows), tmp_path, accumulation, optimizer), policy)
+    clean = without(rows(count), step_rows, where)
+    expected, _ = trained(make_trainer(clean, tmp_path, accumulation, optimizer), "off")
+    assert_identical(got, expected)
+    assert [event.step for event in guard.events] == [i + 1 for i in sorted(where)]
+    assert guard.summary().rows_lost == step_rows * len(where)
+
+
+def test_the_schedule_waits_for_a_refused_step(tmp_path):
+    schedule = lambda step: 1 / (1 + step)
+    got, _ = trained(make_trainer(rows(12, {4}), tmp_path, schedule=schedule))
+    expected, _ = trained(make_trainer(without(rows(12), 2, {2}), tmp_path, schedule=schedule), "off")
+    assert_identical(got, expected)
+
+
+def test_the_log_keeps_its_numbers_and_says_what_was_skipped(tmp_path):
+    trainer = make_trainer(rows(10, {4}), tmp_path)
+    trained(trainer)
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5]
+    assert all(math.isfinite(entry["loss"]) for entry in log)
+    assert [math.isnan(entry["grad_norm"]) for entry in log] == [False, False, True, False, False]
+    assert [entry.get("guard_skipped") for entry in log] == [None, None, 1, 1, 1]
+    assert trainer.args.logging_nan_inf_filter
+
+
+def test_with_the_filter_off_the_log_is_the_trainers_own(tmp_path):
+    """Also that it never gets rid of the NaN again: the Trainer empties its sum by subtracting it from itself."""
+    trainer = make_trainer(rows(6, {2}), tmp_path, logging_nan_inf_filter=False)
+    trained(trainer)
+    assert [math.isnan(e["loss"]) for e in trainer.state.log_history if "loss" in e] == [False, True, True]
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_healthy_step_makes_no_sync_beyond_the_trainers_own(policy, accumulation, tmp_path):
+    """Counted as a difference of two lengths of run, so that what happens once per run does not matter."""
+
+    def syncs_per_step(policy):
+        counts = []
+        for steps in (2, 6):
+            trainer = make_trainer(rows(2 * accumulation * steps), tmp_path, accumulation, logging_steps=100)
+            watch(trainer, policy)
+            with Syncs() as syncs:
+                trainer.train()
+            counts.append(syncs.count)
+        return (counts[1] - counts[0]) / 4
+
+    own = syncs_per_step("off")
+    assert own >= 1
+    assert syncs_per_step(policy) <= own
+
+
+def test_a_healthy_step_of_a_loop_fetches_one_number():
+    model = make_model()
+    guard = watch(model)
+    loss = model(make_batches(1)[0][0]).mean()
+    loss.backward()
+    with Syncs() as syncs:
+        assert guard.allow_step(loss)
+    assert syncs.count == 1
+
+
+def test_clipping_does_not_hide_which_gradient_was_bad(tmp_path):
+    trainer = make_trainer(rows(4), tmp_path, max_grad_norm=0.5)
+    head = trainer.model.get_output_embeddings().weight
+    head.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), math.inf))
+    _, guard = trained(trainer)
+    assert [event.name for event in guard.events] == [name_of(head, trainer.model)] * 2
+
+
+def name_of(parameter, model):
+    return next(name for name, p in model.named_parameters() if p is parameter)
+
+
+def test_a_dead_trainer_returns_from_train_and_leaves_a_post_mortem(located, tmp_path):
+    trainer = make_trainer(rows(20, range(6, 20)), tmp_path, save_strategy="no")
+    _, guard = trained(trainer, max_consecutive=2)
+    assert trainer.state.global_step == 5
+    assert [event.action for event in guard.events] == ["skipped", "stopped"]
+    folder = guard.stopped.folder
+    assert folder == tmp_path / "guard" / "step-000005"
+    assert [entry["step"] for entry in json.loads((folder / "log_tail.json").read_text())["log"]] == [1, 2, 3, 4]
+    report = replay(folder, make_trainer(rows(2), tmp_path))
+    assert math.isnan(report.loss)
+    assert {"input_ids", "labels", "factor"} <= report.tensors.keys()
+    assert math.isnan(guard.replay(folder).loss)
+
+
+def test_raise_in_a_trainer(tmp_path):
+    with pytest.raises(GuardStop, match="step 2 raised: loss is nan"):
+        trained(make_trainer(rows(8, {2}), tmp_path), "raise")
+
+
+def test_locate_in_a_trainer(located, tmp_path):
+    got, guard = trained(make_trainer(rows(8, {2}), tmp_path, accumulation=2), locate=True)
+    expected, _ = trained(make_trainer(rows(8, {2}), tmp_path, accumulation=2))
+    assert_identical(got, expected)
+    assert math.isnan(guard.events[0].report.loss)
+
+
+def test_rollback_in_a_trainer_undoes_a_spoiled_parameter(tmp_path):
+    from transformers import TrainerCallback
+
+    class Spoil(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+            if state.global_step == 2:
+                optimizer.state[model.get_output_embeddings().weight]["exp_avg"][0, 0] = math.nan
+
+    trainer = make_trainer(rows(12), tmp_path)
+    trainer.add_callback(Spoil())
+    got, guard = trained(trainer, "rollback")
+    name = name_of(trainer.model.get_output_embeddings().weight, trainer.model)
+    assert [(e.step, e.what, e.name) for e in guard.events] == [(3, "optimizer state", f"exp_avg of {name}")]
+    expected, _ = trained(make_trainer(without(rows(12), 2, {2}), tmp_path), "off")
+    assert_identical(got, expected)
+
+
+@pytest.mark.parametrize("policy", ["skip", "off"])
+def test_remove_leaves_the_trainer_as_it_was(policy, tmp_path):
+    trainer = make_trainer(rows(4), tmp_path)
+    before = set(vars(trainer)), list(trainer.callback_handler.callbacks)
+    guard = watch(trainer, policy)
+    trainer.train()
+    assert "clip_grad_norm_" not in vars(trainer.accelerator)  # taken out when training ended
+    guard.remove()
+    assert {"training_step", "compute_loss"}.isdisjoint(vars(trainer))
+    assert trainer.callback_handler.callbacks == before[1]
+    watch(trainer).remove()  # may be watched again
+
+
+def test_a_trainer_is_not_watched_twice(tmp_path):
+    trainer = make_trainer(rows(4), tmp_path)
+    watch(trainer)
+    with pytest.raises(InputError, match="watched already"):
+        watch(trainer)
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path):
+    """On a Llama: transformers 5.24 does not load the output head when it resumes a GPT-NeoX, guard or no guard."""
+    data, options = rows(16, {2, 10}), {"save_strategy": "steps", "save_steps": 4}
+    make = lambda name, **more: make_trainer(data, tmp_path / name, model=tiny("Llama"), **options, **more)
+    expected, _ = trained(make("whole"))
+    trained(make("part", max_steps=4))
+    trainer = make("part")
+    guard = watch(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-4"))
+    assert_identical(everything(trainer.model, trainer.optimizer), expected)
+    assert [event.step for event in guard.events] == [6]
+    assert guard.summary().skipped_before_resume == 1
+
+
+def test_rows_are_dataset_rows_also_where_a_collator_stacks_pairs(tmp_path):
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    from nanlab.guard import _sequences_per_row
+
+    assert _sequences_per_row(DataCollatorForPreference(pad_token_id=0)) == 2
+    assert _sequences_per_row(None) == 1
+
+
+def test_the_real_locate_explains_a_bad_batch():
+    locate = getattr(nanlab.tracing, "locate", None)
+    if locate is None:
+        pytest.skip("nanlab.tracing has no locate yet")
+    model = WithLoss()
+    guard = watch(model, locate=True)
+    loss = model(poison(make_batches(1), {0})[0][0]).loss
+    loss.backward()
+    assert not guard.allow_step(loss)
+    assert guard.events[0].report.found
+    assert guard.events[0].report.cause == "bad_input"
