@@ -2,18 +2,20 @@
 
 The caller weighs the rows. A mean taken here would fix the weights too early: the mean of batch means moves with the
 batch size. Half types are computed in fp32. Nothing is clamped and no eps is added: a log-prob that is NaN on a row
-that counts gives a NaN, and that is the truth.
+that counts gives a NaN, and that is the truth. A row that shall not count is left out *before* its loss: afterwards its
+gradient is 0 · NaN.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanlab.errors import InputError
-from nanlab.numerics import at_least_fp32, masked_sum
+from nanlab.numerics import at_least_fp32
 
 
 def dpo_loss(
@@ -104,14 +106,14 @@ def token_policy_loss(log_probs: Tensor, advantages: Tensor, completion_mask: Te
     Raises:
         InputError: shapes do not fit.
     """
-    if advantages.shape not in (log_probs.shape[:1], log_probs.shape):
+    if completion_mask.shape != log_probs.shape or advantages.shape not in (log_probs.shape[:1], log_probs.shape):
         raise InputError(
-            f"advantages have shape {list(advantages.shape)}, log_probs {list(log_probs.shape)}: expected [B] or [B, T]"
+            f"log_probs have shape {list(log_probs.shape)}, advantages {list(advantages.shape)}, completion_mask "
+            f"{list(completion_mask.shape)}: expected [B, T], [B] or [B, T], and [B, T]"
         )
-    if advantages.ndim == 1:
-        advantages = advantages[:, None]
-    advantages = at_least_fp32(advantages.detach()).expand_as(log_probs)
+    per_token = advantages if advantages.ndim == 2 else advantages[:, None]
+    per_token = at_least_fp32(per_token.detach()).expand_as(log_probs)
     mask = completion_mask.bool()
-    silent = (advantages == 0) & log_probs.isinf()
-    log_probs = at_least_fp32(log_probs).masked_fill(silent | ~mask, 0.0)
-    return TokenSum(masked_sum(-advantages * log_probs, mask, dim=1), mask.sum(dim=1))
+    read = mask & ~((per_token == 0) & log_probs.isinf())
+    sums = (torch.where(read, -per_token, 0.0) * torch.where(read, at_least_fp32(log_probs), 0.0)).sum(dim=1)
+    return TokenSum(sums, tokens=mask.sum(dim=1))
