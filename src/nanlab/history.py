@@ -271,12 +271,13 @@ def _steps_skipped(log: Log) -> Seen | None:
 
 
 def _repeated_loss(log: Log) -> Seen | None:
-    """The same loss to the last digit. Rounded logs repeat by themselves; log 2 is where DPO starts."""
+    """The same loss to the last digit. Rounded logs repeat by themselves; DPO may start at log 2, not end there."""
     steps, loss = log.train_array("loss")
     same = np.concatenate([[False], loss[1:] == loss[:-1]]) & (loss != 0) & np.isfinite(loss)
     exact = loss != np.round(np.nan_to_num(loss), 4)
     starting = np.abs(loss - math.log(2)) < 1e-5
-    runs = [run for run in _runs(same & exact) if len(run) + 1 >= (10 if starting[run[0]] else 3)]
+    runs = [run for run in _runs(same & exact) if len(run) >= 2 and not starting[run[0]]]
+    runs += [run for run in _runs(same & starting) if len(run) >= 9 and run.stop == len(loss)]
     return Seen([step for run in runs for step in steps[run.start - 1 : run.stop]], "likely") if runs else None
 
 
@@ -368,42 +369,54 @@ def _runs(mask: np.ndarray) -> list[range]:
 _CALM = 0.1  # decades: gradient norms of a healthy run scatter by some 25 %, so less is no scatter at all
 
 
-def _onset(heights: np.ndarray) -> tuple[int, float] | None:
-    """From where on all heights (in decades) stay above what the calmest quarter calls normal; and that normal.
+class Onset(NamedTuple):
+    """Where heights (in decades) leave the range of the calmest quarter of a run for good."""
 
-    Normal is the median of that quarter, above is 5 scaled median absolute deviations higher.
-    """
+    start: int  # the first entry above normal that is followed by none within it
+    normal: float  # median of the calmest quarter
+    jump: bool  # from normal to ten times as much within two entries
+
+
+def _onset(heights: np.ndarray) -> Onset | None:
+    """Normal reaches up to 2, abnormal starts at 5 scaled median absolute deviations above the median."""
     width = max(1, len(heights) // 4)
-    windows = np.lib.stride_tricks.sliding_window_view(heights, width) if len(heights) else np.empty((0, 1))
-    if len(windows) < 2:
+    if len(heights) <= width:
         return None
+    windows = np.lib.stride_tricks.sliding_window_view(heights, width)
     medians = np.median(windows, axis=1)
-    first = int(medians.argmin())
-    normal = medians[first]
-    scatter = max(1.4826 * np.median(np.abs(windows[first] - normal)), _CALM)
-    above = heights > normal + 5 * scatter
-    start = len(above) - int(np.argmin(above[::-1])) if not above.all() else 0
-    return (start, float(normal)) if first < start < len(heights) else None
+    calm = int(medians.argmin())
+    normal = float(medians[calm])
+    scatter = max(1.4826 * float(np.median(np.abs(windows[calm] - normal))), _CALM)
+    if heights[-1] <= normal + 5 * scatter:
+        return None
+    start = _last(heights <= normal + 2 * scatter) + 1
+    tenfold = np.flatnonzero(heights[start:] >= normal + 1)
+    return Onset(start, normal, bool(len(tenfold) and tenfold[0] <= 1))
+
+
+def _last(mask: np.ndarray) -> int:
+    """Index of the last True, −1 without one."""
+    return int(np.flatnonzero(mask)[-1]) if mask.any() else -1
 
 
 def _divergence(log: Log) -> tuple[str, Seen] | None:
     """ "gradual" or "sudden", and the steps from the onset on."""
     name = "grad_norm" if log.train_array("grad_norm").shape[1] * 2 >= len(log.train) else "loss"
     steps, values = log.train_array(name)
-    ends_dead = log.dead_from is not None
-    last = int(np.searchsorted(steps, log.train[log.dead_from]["step"])) if ends_dead else len(steps)
-    heights = np.log10(np.clip(np.nan_to_num(np.abs(values[:last]), posinf=1e30), 1e-12, 1e30))
+    dead = len(steps) if log.dead_from is None else int(np.searchsorted(steps, log.train[log.dead_from]["step"]))
+    heights = np.log10(np.clip(np.nan_to_num(np.abs(values[:dead]), posinf=1e30), 1e-12, 1e30))
     onset = _onset(heights)
-    if ends_dead:
-        if onset and last - onset[0] >= 3:
-            return "gradual", Seen(steps[onset[0] :], detail=_rate_at(log, steps[onset[0]]))
-        return "sudden", Seen(steps[last:], detail=_rate_at(log, steps[last]))
-    if onset and len(heights) - onset[0] >= 3 and heights[onset[0] :].max() >= onset[1] + 1:
-        start, normal = onset
-        climb = int(np.argmax(heights[start:] >= normal + 1))
-        if name == "loss" or _loss_worse(log, steps[start]):
-            sure = "likely" if name == "grad_norm" else "possible"
-            return "gradual" if climb >= 3 else "sudden", Seen(steps[start:], sure, _rate_at(log, steps[start]))
+    if log.dead_from is not None:
+        climbs = onset is not None and dead - onset.start >= 3
+        at, kind = (onset.start, "gradual") if climbs else (dead, "sudden")
+        return kind, Seen(steps[at:], detail=_rate_at(log, steps[at]))
+    if onset is None or len(heights) < 8 or len(heights) - onset.start < 3:  # too short to tell noise from a trend
+        return _worse_than_at_first(log)
+    tenfold = heights[onset.start :].max() >= onset.normal + 1
+    if tenfold and (name == "loss" or _loss_worse(log, steps[onset.start])):
+        sure = "likely" if name == "grad_norm" else "possible"
+        at = onset.start
+        return "sudden" if onset.jump else "gradual", Seen(steps[at:], sure, _rate_at(log, steps[at]))
     return _worse_than_at_first(log)
 
 
@@ -418,12 +431,11 @@ def _loss_worse(log: Log, step: float) -> bool:
 
 
 def _worse_than_at_first(log: Log) -> tuple[str, Seen] | None:
-    """A rate so high that the very first step ruins the model leaves no calm stretch to compare with."""
+    """A rate so high that the first step ruins the model leaves no calm stretch: loss and norm never come back."""
     steps, loss, norm = log.train_array("loss", "grad_norm")
-    half = slice(len(steps) // 2, None)
-    if log.rewards or len(steps) < 6 or not 0 < loss[0] * 1.5 < loss[half].min():
+    if log.rewards or len(steps) < 8 or not (loss[1:].min() > loss[0] > 0 and norm[1:].min() > norm[0]):
         return None
-    worse = np.median(norm[half]) > 3 * norm[0]
+    worse = np.median(loss[1:]) > 1.5 * loss[0] and np.median(norm[1:]) > 3 * norm[0]
     return ("gradual", Seen(steps[1:], "likely", _rate_at(log, steps[1]))) if worse else None
 
 

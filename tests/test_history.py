@@ -1,0 +1,471 @@
+"""autopsy: real runs of transformers and TRL, planted footprints, damaged files, and silence on healthy runs."""
+
+import csv
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer
+from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+from nanlab import autopsy
+from nanlab.errors import InputError
+from nanlab.history import CHECKS
+
+NAN, INF = math.nan, math.inf
+
+
+# ------------------------------------------------------------------------------------------------------------ real runs
+
+
+def make_tokenizer():
+    letters = {letter: number for number, letter in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    bpe = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<end>", eos_token="<end>", pad_token="<end>")
+
+
+def make_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=257, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    return GPTNeoXForCausalLM(config).to(dtype)
+
+
+def options(folder, **changes):
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "logging_steps": 1,
+        "max_steps": 4,
+        "optim": "adamw_torch",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        **changes,
+    }
+
+
+def history(trainer):
+    trainer.train()
+    return trainer.state.log_history
+
+
+PAIRS = [{"prompt": f"item {n} is", "chosen": " good", "rejected": " bad", "reference": " fine"} for n in range(8)]
+EVALUATE = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+def dpo_run(folder, dtype, **changes):
+    args = DPOConfig(**options(folder, **EVALUATE, **changes))
+    data = Dataset.from_list(PAIRS).remove_columns("reference")
+    return history(
+        DPOTrainer(
+            make_model(dtype), make_model(dtype), args, train_dataset=data, eval_dataset=data.select([0, 1]),
+            processing_class=make_tokenizer(),
+        )
+    )  # fmt: skip
+
+
+def tpo_run(folder, bad_rows):
+    long = {**PAIRS[0], "prompt": "long " * 10}
+    good, bad = PAIRS[: 4 - bad_rows], [long] * bad_rows
+    args = TPOConfig(**options(folder, max_length=24, **EVALUATE))
+    return history(
+        TPOTrainer(
+            make_model(), args, train_dataset=Dataset.from_list(PAIRS), eval_dataset=Dataset.from_list(good + bad),
+            processing_class=make_tokenizer(),
+        )
+    )  # fmt: skip
+
+
+class Poisoned(Trainer):
+    """The loss of one step is NaN."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * NAN if self.state.global_step == 5 else loss
+
+
+def lm_run(folder, kind=Trainer, masked=False, **changes):
+    rows = torch.randint(1, 257, (32, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    data = [{"input_ids": row, "labels": [-100] * 8 if masked else row, "attention_mask": [1] * 8} for row in rows]
+    args = TrainingArguments(**options(folder, **changes))
+    return history(kind(make_model(), args, train_dataset=Dataset.from_list(data)))
+
+
+# What was run → the codes that an honest reader would expect, and the step of the first of them.
+RUNS = {
+    "DPO, fp16 weights, unfused Adam": (
+        lambda folder: dpo_run(folder, torch.float16),
+        {"filter_footprint", "sudden_divergence", "eval_of_dead_model", "lying_accuracy"},
+        2,
+    ),
+    "DPO, fp32": (lambda folder: dpo_run(folder, torch.float32), set(), None),
+    "TPO, one evaluation batch empty": (lambda folder: tpo_run(folder, 2), {"nan_metrics"}, 2),
+    "TPO, all evaluation batches empty": (lambda folder: tpo_run(folder, 4), {"nan_eval_loss"}, 2),
+    "all labels masked": (lambda folder: lm_run(folder, masked=True), {"no_gradient"}, 1),
+    "one NaN step": (
+        lambda folder: lm_run(folder, Poisoned, max_steps=12),
+        {"filter_footprint", "sudden_divergence"},
+        6,
+    ),
+    "one NaN step, logged every fourth": (
+        lambda folder: lm_run(folder, Poisoned, max_steps=12, logging_steps=4),
+        {"filter_footprint", "gradient_not_finite", "sudden_divergence"},
+        12,
+    ),
+    "one NaN step, filter off": (
+        lambda folder: lm_run(folder, Poisoned, max_steps=12, logging_nan_inf_filter=False),
+        {"nan_loss", "sudden_divergence"},
+        6,
+    ),
+    "Adam at rate 1": (lambda folder: lm_run(folder, learning_rate=1.0, max_steps=20), {"gradual_divergence"}, 2),
+    "SGD at rate 30, no clipping": (
+        lambda folder: lm_run(folder, learning_rate=30.0, optim="sgd", max_grad_norm=1e9, max_steps=20),
+        {"gradient_not_finite", "gradual_divergence"},
+        None,
+    ),
+    "warm-up and cosine": (
+        lambda folder: lm_run(folder, learning_rate=1e-3, warmup_steps=5, lr_scheduler_type="cosine", max_steps=20),
+        set(),
+        None,
+    ),
+    "learning rate 0": (
+        lambda folder: dpo_run(folder, torch.float32, learning_rate=0.0, max_steps=6),
+        {"no_progress"},
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_real_run_shows_its_cause_and_nothing_else(name, tmp_path):
+    run, codes, step = RUNS[name]
+    findings = autopsy(run(tmp_path))
+    assert set(findings.codes) == codes
+    if step is not None:
+        assert findings[0].rows[0] == step
+    assert all("{" not in finding.message + finding.fix for finding in findings)
+
+
+def test_a_run_folder_is_read_from_its_newest_checkpoint(tmp_path):
+    lm_run(tmp_path, Poisoned, max_steps=12, save_strategy="steps", save_steps=4)
+    assert autopsy(tmp_path).codes == ["filter_footprint", "sudden_divergence"]
+    assert autopsy(tmp_path).log.source.endswith("trainer_state.json")
+    assert autopsy(tmp_path / "checkpoint-12").log.entries[-1]["step"] == 12
+    assert autopsy(tmp_path / "checkpoint-4").codes == []
+
+
+# --------------------------------------------------------------------------------------------------- planted footprints
+
+
+def train(losses, norms=None, rates=None, **more):
+    """Training entries, one a step."""
+    columns = {"loss": losses, "grad_norm": norms, "learning_rate": rates, **more}
+    columns = {name: values for name, values in columns.items() if values is not None}
+    return [{"step": n + 1, **{k: v[n] for k, v in columns.items()}} for n in range(len(losses))]
+
+
+def falling(count, start=3.0):
+    return [start * 0.97**n + 0.013 * math.sin(n) for n in range(count)]
+
+
+def steady(count):
+    return [1.0 + 0.1 * math.sin(3 * n) for n in range(count)]
+
+
+def evals(*losses, **metrics):
+    return [{"step": 10 * n, "eval_loss": v, **metrics} for n, v in enumerate(losses, start=1)]
+
+
+def explode(count, start):
+    return [norm * max(1.0, 1.8 ** (n - start)) for n, norm in enumerate(steady(count))]
+
+
+PLANTED = {
+    "filter_footprint": (train([*falling(12), 0.0, 0.0], [*steady(12), NAN, NAN]), 13, {"sudden_divergence"}),
+    "nan_loss": (train([*falling(12), NAN, NAN], [*steady(12), NAN, NAN]), 13, {"sudden_divergence"}),
+    "gradient_not_finite": (train(falling(14), [*steady(12), NAN, NAN]), 13, {"sudden_divergence"}),
+    "steps_skipped": (
+        train(
+            falling(20), [*steady(10), *[INF] * 8, 1.0, 1.0], [*[1e-3 - 1e-5 * n for n in range(10)], *[9e-4] * 9, 8e-4]
+        ),
+        12,
+        set(),
+    ),
+    "loss_scale_falls": (train(falling(20), loss_scale=[2.0 ** (16 - n) for n in range(20)]), 2, set()),
+    "no_gradient": (train([0.0] * 5, [0.0] * 5), 1, set()),
+    "gradual_divergence": (
+        train([*falling(20), *[2 * 1.3**n for n in range(20)]], explode(40, 20)),
+        22,
+        set(),
+    ),
+    "sudden_divergence": (train([*falling(20), NAN], [*steady(20), NAN]), 21, {"nan_loss"}),
+    "repeated_loss": (train([*falling(9), *[1.23456789] * 4, 1.1], steady(14)), 10, set()),
+    "no_progress": (evals(1.5, 1.4, 1.25, 1.25, 1.25, eval_runtime=3.0), 30, set()),
+    "bad_learning_rate": (train(falling(4), steady(4), [1e-5, 1e-5, NAN, NAN]), 3, {"nan_metrics"}),
+    "nan_eval_loss": (train(falling(12), steady(12)) + evals(1.5, NAN), 20, set()),
+    "eval_of_dead_model": (
+        train([*falling(8), 0.0, 0.0], [*steady(8), NAN, NAN]) + evals(NAN),
+        10,
+        {"filter_footprint", "sudden_divergence"},
+    ),
+    "nan_metrics": (evals(1.5, 1.4, eval_entropy=NAN), 10, set()),
+    "zero_eval_loss": (evals(1.5, 0.0), 20, set()),
+    "lying_accuracy": (
+        [{"step": 5, "eval_loss": 0.5, "eval_rewards/accuracies": 0.0, "eval_rewards/margins": NAN}],
+        5,
+        {"nan_metrics"},
+    ),
+    "excluded_rows": (evals(1.5, eval_excluded_rows=3), 10, set()),
+}
+
+
+@pytest.mark.parametrize("code", [check.code for check in CHECKS if check.code != "damaged_file"])
+def test_a_planted_footprint_is_found_with_its_step(code):
+    entries, step, others = PLANTED[code]
+    findings = autopsy(entries)
+    assert set(findings.codes) == {code} | others
+    found = findings[findings.codes.index(code)]
+    assert found.rows[0] == step
+    assert found.confidence in ("certain", "likely", "possible")
+    assert found.count == len(found.rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_onset_of_a_divergence_is_found(seed):
+    rng = np.random.default_rng(seed)
+    calm, length = int(rng.integers(30, 200)), 40
+    norms = 10 ** rng.normal(0, 0.1, calm + length)
+    losses = 2 + rng.normal(0, 0.1, calm + length)
+    growth = float(rng.uniform(1.15, 2.0))
+    norms[calm:] *= growth ** np.arange(length)
+    losses[calm:] *= np.sqrt(growth) ** np.arange(length)
+    (finding,) = autopsy(train(list(losses), list(norms)))
+    assert finding.code == "gradual_divergence"
+    hidden = math.log(10**0.25) / math.log(growth)  # entries that still lie within the scatter of the calm part
+    assert -3 <= finding.rows[0] - (calm + 1) <= hidden + 3
+
+
+def test_a_grad_scaler_at_work_is_not_a_dead_run():
+    norms = [INF, INF, NAN, *steady(20), INF, *steady(10)]
+    assert autopsy(train(falling(len(norms)), norms)).codes == []
+
+
+def test_what_is_missing_lowers_the_confidence():
+    with_norms, without = autopsy(train([0.0] * 3, [0.0] * 3)), autopsy(train([0.0] * 3))
+    assert [with_norms[0].confidence, without[0].confidence] == ["likely", "possible"]
+    assert autopsy(evals(NAN))[0].confidence == "possible"
+
+
+# --------------------------------------------------------------------------------------------------------- healthy runs
+
+
+def healthy(seed):
+    """A run of a random shape: every one of these has been seen in a run that went well."""
+    rng = random.Random(seed)
+    count = rng.choice([1, 2, 3, 5, 8, 20, 60, 300])
+    noise = rng.choice([0.0, 0.02, 0.3, 0.8])
+    shape = rng.choice(["falls", "flat", "DPO", "GRPO", "stairs"])
+    curve = {
+        "falls": lambda n: 1.0 + 5 * math.exp(-6 * n / count),
+        "flat": lambda n: 2.0,
+        "DPO": lambda n: math.log(2) * (1 if n < count / 10 else 0.3 + 0.7 * math.exp(-3 * n / count)),
+        "GRPO": lambda n: 0.0,
+        "stairs": lambda n: 4.0 - (3 * n // count),
+    }[shape]
+    losses = [curve(n) * math.exp(noise * rng.gauss(0, 1)) for n in range(count)]
+    if shape == "GRPO":
+        losses = [rng.choice([0.0, abs(rng.gauss(0, 0.01))]) for _ in range(count)]
+    start, end = rng.choice([(10, 1), (1, 1), (1, 4)])
+    norms = [start * (end / start) ** (n / count) * math.exp(noise * rng.gauss(0, 1)) for n in range(count)]
+    for _ in range(rng.choice([0, 0, count // 30])):  # spikes that the clipping takes
+        norms[rng.randrange(count)] *= 50
+    if rng.random() < 0.3:
+        losses, norms = [round(v, 4) for v in losses], [round(v, 4) for v in norms]
+    warm = rng.choice([0, count // 10])
+    rates = [1e-5 * min(1.0, (n + 1) / (warm + 1)) * rng.choice([1, 1]) for n in range(count)]
+    if rng.random() < 0.5:
+        rates = [rate * (1 + math.cos(math.pi * n / count)) / 2 for n, rate in enumerate(rates)]
+    more = {"reward": [0.5] * count} if shape == "GRPO" else {}
+    entries = train(losses, norms if rng.random() < 0.9 or shape == "GRPO" else None, rates, **more)
+    tests = [
+        {"step": step, "eval_loss": 2 - step / count + rng.random() / 10} for step in range(1, count, 1 + count // 5)
+    ]
+    scale = {"loss_scale": [65536.0 / 2 ** min(n, 4) for n in range(count)]} if rng.random() < 0.2 else {}
+    for name, values in scale.items():
+        for entry, value in zip(entries, values, strict=True):
+            entry[name] = value
+    return sorted(entries + tests, key=lambda entry: entry["step"])
+
+
+def test_nothing_is_found_in_healthy_runs_of_many_shapes():
+    wrong = {seed: codes for seed in range(600) if (codes := autopsy(healthy(seed)).codes)}
+    assert wrong == {}
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+ENTRIES = train([*falling(12), 0.0, 0.0], [*steady(12), NAN, NAN]) + evals(NAN)
+CODES = autopsy(ENTRIES).codes
+
+
+def write_state(path):
+    path.write_text(json.dumps({"best_metric": None, "log_history": ENTRIES, "max_steps": 14}, indent=2))
+
+
+def write_list(path):
+    path.write_text(json.dumps(ENTRIES))
+
+
+def write_lines(path):
+    path.write_text("\n".join(map(json.dumps, ENTRIES)) + "\n")
+
+
+def write_csv(path):
+    names = list(dict.fromkeys(name for entry in ENTRIES for name in entry))
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, names)
+        table.writeheader()
+        table.writerows(ENTRIES)
+
+
+def write_tracker_csv(path):
+    """Names as trackers write them."""
+    names = {
+        "loss": "train/loss",
+        "grad_norm": "train/grad_norm",
+        "eval_loss": "eval/loss",
+        "step": "train/global_step",
+    }
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, names.values())
+        table.writeheader()
+        table.writerows({names[k]: "NaN" if v != v else v for k, v in entry.items()} for entry in ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("trainer_state.json", write_state),
+        ("log.json", write_list),
+        ("log.jsonl", write_lines),
+        ("log.csv", write_csv),
+        ("wandb.csv", write_tracker_csv),
+    ],
+)
+def test_every_kind_of_file_reads_alike(name, write, tmp_path):
+    write(tmp_path / name)
+    findings = autopsy(tmp_path / name)
+    assert findings.codes == CODES
+    assert [list(finding.rows) for finding in findings] == [list(finding.rows) for finding in autopsy(ENTRIES)]
+
+
+@pytest.mark.parametrize("write", [write_state, write_lines])
+def test_a_file_cut_anywhere_gives_its_complete_entries_or_one_line(write, tmp_path):
+    file = tmp_path / "trainer_state.json"
+    write(file)
+    whole = file.read_bytes()
+    ends = [m for m in range(len(whole)) if whole[m : m + 1] == b"}"]
+    for cut in range(0, len(whole) - 3, 7):
+        file.write_bytes(whole[:cut])
+        complete = min(sum(end < cut for end in ends), len(ENTRIES))
+        if complete == 0:
+            with pytest.raises(InputError) as caught:
+                autopsy(file)
+            assert "\n" not in str(caught.value)
+        else:
+            findings = autopsy(file)
+            assert len(findings.log.entries) == complete
+            damaged = findings.codes[:1] == ["damaged_file"]
+            assert damaged != (write is write_lines and whole[cut - 1 : cut + 1] in (b"}\n", b"\n{"))
+            assert not damaged or f"{complete} complete entries" in findings[0].message
+
+
+def test_damage_inside_costs_only_the_entry_it_hits(tmp_path):
+    file = tmp_path / "trainer_state.json"
+    write_state(file)
+    text = file.read_text()
+    hit = text.index('"step": 4,')
+    file.write_bytes(text[:hit].encode() + b"\x00\xff\xfe" + text[hit + 3 :].encode())
+    findings = autopsy(file)
+    assert [entry["step"] for entry in findings.log.entries] == [
+        entry["step"] for entry in ENTRIES if entry["step"] != 4
+    ]
+    assert findings.codes == ["damaged_file", *CODES]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.json", b"", "empty"),
+        ("zeros.json", b"\0" * 99, "empty"),
+        ("junk.json", bytes(range(256)) * 40, "no complete log entry"),
+        ("junk.csv", bytes(range(256)) * 40, "no log entry with a loss"),
+        ("other.json", b'{"a": 1}', "no log entry with a loss"),
+        ("number.json", b"3", "no complete log entry"),
+        ("braces.json", b'{"a":' * 5000, "no complete log entry"),
+        ("none.json", b'{"log_history": []}', "no log entry with a loss"),
+        ("other.csv", b"a,b\n1,2\n", "no log entry with a loss"),
+    ],
+)
+def test_what_is_no_log_is_one_line(name, content, words, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=words) as caught:
+        autopsy(tmp_path / name)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_and_wrong_types_are_one_line(tmp_path):
+    for source, words in [
+        (tmp_path / "no", "no such"),
+        (tmp_path, "no trainer_state"),
+        (3, "a path or"),
+        ([1], "a path or"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            autopsy(source)
+
+
+# --------------------------------------------------------------------------------------------------------------- plot
+
+
+def test_the_plot_shows_the_run_and_marks_the_findings(tmp_path):
+    figure = autopsy(ENTRIES).plot()
+    loss, norm = figure.axes
+    assert loss.get_ylabel() == "loss"
+    assert norm.get_ylabel() == "gradient norm"
+    assert norm.get_xlabel() == "step"
+    drawn = {line.get_label(): line for line in loss.lines}
+    assert list(drawn["training loss"].get_ydata()) == [entry["loss"] for entry in ENTRIES if "loss" in entry]
+    assert list(norm.lines[1].get_xdata()) == [13, 14]  # the crosses: grad_norm is NaN there
+    assert 13 in {line.get_xdata()[0] for line in loss.lines if line.get_linestyle() == ":"}
+    assert all(code in loss.get_title(loc="left") for code in CODES)
+    figure.savefig(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("entries", [evals(1.5, 1.4), train([NAN], [NAN]), train([1.0])])
+def test_the_plot_needs_neither_norms_nor_finite_numbers(entries):
+    figure = autopsy(entries).plot()
+    figure.canvas.draw()
+    assert len(figure.axes) == 2
+
+
+def test_the_plot_has_only_greys():
+    for axis in autopsy(ENTRIES).plot().axes:
+        for line in axis.lines:
+            assert str(line.get_color()) == "black" or float(line.get_color()) < 0.7
