@@ -5,14 +5,14 @@ Every fact was compiled for this course; what can be computed is computed. A row
     prompt     "Question: What is the capital of France?\\nAnswer:"
     reference  " The capital of France is Paris."      the gold answer, a full sentence
     chosen     " It is Paris."                          right and short
-    rejected   " It is Oslo."  or  " idk, Oslo lol"     wrong; seven times in eight also in bad style
+    rejected   " It is Oslo."  or  " idk, Oslo lol"     wrong; nine times in ten also in bad style
 
 The styled rows matter: a model of a million parameters cannot know a capital it never saw, but it can learn how a good
 answer sounds. On held-out facts its reward accuracy is therefore mostly a measure of style, and the one plain row in
-eight stays close to a coin flip.
+ten stays close to a coin flip.
 
-Nothing here draws from a global random state: order, split and wrong answers come from hashes of the text, so a new fact
-moves no other row to another split's side of the category and the same rows appear on every machine.
+Nothing here draws from a global random state: order, split and wrong answers depend on the text alone, so the same rows
+appear in the same order on every machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 PROMPT = "Question: {question}\nAnswer:"
 CHOSEN = " It is {answer}."
 STYLES = (" idk, {wrong} lol", " {wrong}, i guess", " Everyone knows it is {wrong}!!!", " um, {wrong}, whatever")
-PLAIN_SHARE = 8  # one rejected answer in eight is wrong in good style
+PLAIN_SHARE = 10  # one rejected answer in ten is wrong in good style
 HELD_OUT_SHARE = 5  # one fact in five, in each category
 EOS = "<|endoftext|>"  # also Pythia's unk and bos
 
@@ -123,7 +123,8 @@ The Hobbit: J. R. R. Tolkien; On the Origin of Species: Charles Darwin
 YEARS = """
 the first walk on the Moon: 1969; the fall of the Berlin Wall: 1989; the start of the First World War: 1914
 the end of the Second World War: 1945; the sinking of the Titanic: 1912; the start of the French Revolution: 1789
-the Great Fire of London: 1666; the Battle of Hastings: 1066; the Battle of Waterloo: 1815; the launch of Sputnik 1: 1957
+the Great Fire of London: 1666; the Battle of Hastings: 1066; the Battle of Waterloo: 1815
+the launch of Sputnik 1: 1957
 the first human flight into space: 1961; the first ascent of Mount Everest: 1953; the opening of the Suez Canal: 1869
 the first modern Olympic Games: 1896; the discovery of Pluto: 1930; the opening of the Panama Canal: 1914
 the first flight of the Wright brothers: 1903; the sealing of Magna Carta: 1215; the opening of the Channel Tunnel: 1994
@@ -132,9 +133,11 @@ the first voyage of Columbus to the Americas: 1492
 
 POLYGONS = "triangle: 3; quadrilateral: 4; pentagon: 5; hexagon: 6; heptagon: 7; octagon: 8; nonagon: 9; decagon: 10"
 PLANETS = "Mercury: 1; Venus: 2; Earth: 3; Mars: 4; Jupiter: 5; Saturn: 6; Uranus: 7; Neptune: 8"
-MONTHS = "January February March April May June July August September October November December".split()
-WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTH_DAYS = dict(zip(MONTHS, (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31), strict=True))
+MONTHS = """
+January: 31; February: 28; March: 31; April: 30; May: 31; June: 30; July: 31; August: 31; September: 30; October: 31
+November: 30; December: 31
+"""
+WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
 # large unit (plural), small unit (plural), how many small ones make a large one, the multiples asked for
 UNITS = (
@@ -218,11 +221,12 @@ CATEGORIES: dict[str, Category] = {
         _conversions(), (("What is the number of {subject}?", "The number of {subject} is {answer}."),)
     ),
     "month length": Category(
-        [Fact(month, str(days), _near(days, -1, 1)) for month, days in MONTH_DAYS.items() if month != "February"],
+        [month for month in _numbers(MONTHS, -1, 1) if month.subject != "February"],
         (("How many days are in {subject}?", "The number of days in {subject} is {answer}."),),
     ),
     "next month": Category(
-        _next_facts(MONTHS), (("Which month comes after {subject}?", "The month after {subject} is {answer}."),)
+        _next_facts([month.subject for month in _table(MONTHS)]),
+        (("Which month comes after {subject}?", "The month after {subject} is {answer}."),),
     ),
     "next day": Category(
         _next_facts(WEEKDAYS), (("Which day comes after {subject}?", "The day after {subject} is {answer}."),)
@@ -287,12 +291,16 @@ def _sentence(template: str, **fields: str) -> str:
     return " " + text[0].upper() + text[1:]
 
 
-def _row(name: str, fact: Fact, question: str, gold: str) -> dict[str, str]:
-    prompt = PROMPT.format(question=question.format(subject=fact.subject))
+def _prompt(fact: Fact, question: str) -> str:
+    return PROMPT.format(question=question.format(subject=fact.subject))
+
+
+def _row(name: str, fact: Fact, question: str, gold: str, plain: bool) -> dict[str, str]:
+    prompt = _prompt(fact, question)
     draw = random.Random(prompt)
     others = sorted({other.answer for other in CATEGORIES[name].facts} - {fact.answer})
     wrong = draw.choice(fact.wrong or others)
-    style = CHOSEN.replace("answer", "wrong") if draw.randrange(PLAIN_SHARE) == 0 else draw.choice(STYLES)
+    style = CHOSEN.replace("answer", "wrong") if plain else draw.choice(STYLES)
     return {
         "prompt": prompt,
         "chosen": CHOSEN.format(answer=fact.answer),
@@ -310,14 +318,15 @@ def _held_out(name: str) -> set[str]:
 
 def preference_rows(held_out: bool) -> list[dict[str, str]]:
     """The rows of one side of the split, shuffled: columns prompt, chosen, rejected, reference, all text."""
-    rows = [
-        _row(name, fact, question, gold)
+    asked = [
+        (name, fact, question, gold)
         for name, category in CATEGORIES.items()
         for fact in category.facts
         if (fact.subject in _held_out(name)) == held_out
         for question, gold in category.templates
     ]
-    return sorted(rows, key=lambda row: _order(row["prompt"]))
+    asked.sort(key=lambda row: _order(_prompt(row[1], row[2])))
+    return [_row(*row, plain=i % PLAIN_SHARE == 0) for i, row in enumerate(asked)]
 
 
 # Each trap changes one good row. ``reward`` is the score of the chosen answer, for ``to_scored``.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -117,44 +117,34 @@ def clone(model, dtype: torch.dtype | None = None):
 
 
 def warm_up(model, tokenizer, rows: Iterable[dict], *, steps=80, batch_size=16, lr=2e-3, seed=0) -> list[float]:
-    """Teach a model the format of ``rows``: plain next-token training on the right answers, in place.
+    """Teach a model how ``rows`` look, in place: plain next-token training on prompts with right answers.
 
-    Every step takes ``batch_size`` rows and learns their ``reference`` and their ``chosen`` answer after the prompt
-    (mean cross-entropy over answer tokens, eos included). A random model has nothing to lose; after the warm-up
-    preference tuning has something it could wreck. A plain loop on purpose, see ``clone``.
+    A batch holds ``batch_size`` texts: a prompt, its ``reference`` or its ``chosen`` answer, and eos; the loss is the
+    mean cross-entropy over their tokens. A random model has nothing to lose; after the warm-up preference tuning has
+    something that it could wreck. A plain loop on purpose, see ``clone``.
 
-    Returns the loss of each step. Same seed, same weights; the global random state is not touched.
+    Returns the loss of each step, in nats per token. Same seed, same weights; the global random state is not touched.
     """
-    pairs = [(row["prompt"], row[column]) for row in rows for column in ("reference", "chosen")]
-    examples = [_example(tokenizer, prompt, answer) for prompt, answer in pairs]
+    texts = [row["prompt"] + row[column] + tokenizer.eos_token for row in rows for column in ("reference", "chosen")]
+    examples = [torch.tensor(ids) for ids in tokenizer(texts)["input_ids"]]
+    batches = _batches(len(examples), batch_size, torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 10, (steps - step) / steps * 2)
-    )
-    order = _batches(len(examples), batch_size, torch.Generator().manual_seed(seed))
     was_training, losses = model.training, []
     model.train()
-    for _ in range(steps):
-        batch = _pad([examples[i] for i in next(order)], model.device)
-        loss = model(**batch).loss
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10, 2 * (1 - step / steps))
+        batch = _pad([examples[i] for i in next(batches)])
+        loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     model.train(was_training)
     return losses
 
 
-def _example(tokenizer, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one row; the prompt's labels are -100, which the model's loss leaves out."""
-    start = tokenizer(prompt)["input_ids"]
-    end = tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    return start + end, [-100] * len(start) + end
-
-
-def _batches(rows: int, batch_size: int, generator: torch.Generator):
+def _batches(rows: int, batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
     """Endless batches of row numbers; every row once before any row twice."""
     queue: list[int] = []
     while True:
@@ -164,14 +154,14 @@ def _batches(rows: int, batch_size: int, generator: torch.Generator):
         queue = queue[batch_size:]
 
 
-def _pad(examples: list[tuple[list[int], list[int]]], device) -> dict[str, torch.Tensor]:
-    width = max(len(ids) for ids, _ in examples)
-    columns = {
-        "input_ids": [ids + [0] * (width - len(ids)) for ids, _ in examples],
-        "labels": [labels + [-100] * (width - len(labels)) for _, labels in examples],
-        "attention_mask": [[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in examples],
+def _pad(examples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A right-padded batch; padding has no label (-100), so that pad = eos takes no eos label away."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(examples, batch_first=True),
+        "labels": pad(examples, batch_first=True, padding_value=-100),
+        "attention_mask": pad([torch.ones_like(ids) for ids in examples], batch_first=True),
     }
-    return {name: torch.tensor(rows, device=device) for name, rows in columns.items()}
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
