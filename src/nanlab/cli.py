@@ -1,4 +1,4 @@
-"""The command line: `nanlab check`, `nanlab preflight`, `nanlab autopsy`.
+"""The command line: `nanlab check`, `nanlab preflight`, `nanlab autopsy`, `nanlab run`.
 
 Exit status 0: nothing found; 1: findings; 2: bad input, told in one line on stderr. A command is one row of `COMMANDS`.
 """
@@ -6,6 +6,7 @@ Exit status 0: nothing found; 1: findings; 2: bad input, told in one line on std
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -193,6 +194,26 @@ def _report(findings, args: argparse.Namespace) -> int:
     return FOUND if findings else NOTHING
 
 
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+def _run(args: argparse.Namespace) -> int:
+    from nanlab.course import quiet
+
+    quiet()
+    from nanlab.full_run import train_and_evaluate
+
+    report = (lambda text: print(text, file=sys.stderr)) if args.json else print
+    run = train_and_evaluate(
+        args.method, model=args.model, dataset=args.dataset, output=args.output, size=args.scale, steps=args.steps,
+        max_length=args.max_length, memory_gb=args.memory_gb, seed=args.seed, report=report,
+    )  # fmt: skip
+    checks = run.checks()
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(dataclasses.asdict(run)) if args.json else run)
+    return NOTHING if all(passed for *_, passed in checks) else FOUND
+
+
 # ---------------------------------------------------------------------------------------------------------------- main
 
 _JSON = (("--json",), {"action": "store_true", "help": "print JSON"})
@@ -222,6 +243,23 @@ COMMANDS = (
             _JSON,
         ),
         _autopsy,
+    ),
+    Command(
+        "run",
+        "train and evaluate one method, end to end; 1 if a check of its table fails",
+        (
+            (("--method",), {"required": True, "metavar": "NAME", "help": "tpo, token-tpo or dpo"}),
+            (("--model",), {"metavar": "NAME", "help": "tiny, smollm2, a directory or hub id (the scale decides)"}),
+            (("--dataset",), {"metavar": "FILE", "help": "preference rows: a file or hub id (the course's own)"}),
+            (("--output",), {"default": "runs/full_run", "metavar": "DIR", "help": "continues what was killed in it"}),
+            (("--scale",), {"metavar": "SIZE", "help": "tiny, small or full (NANLAB_SCALE, else the device decides)"}),
+            (("--steps",), {"type": int, "metavar": "N", "help": "optimizer steps"}),
+            (("--max-length",), {"type": int, "metavar": "N", "help": "tokens kept of prompt and answer together"}),
+            (("--memory-gb",), {"type": float, "metavar": "GB", "help": "memory to plan for (what the device has)"}),
+            (("--seed",), {"type": int, "default": 0, "metavar": "N"}),
+            _JSON,
+        ),
+        _run,
     ),
 )
 

@@ -2,8 +2,15 @@
 
 import importlib
 
-_HOME = {"load_model": "materials", "load_preferences": "materials", "exercises": None, "cases": None, "plots": None}
-__all__ = ["cases", "exercises", "load_model", "load_preferences", "plots"]
+_HOME = {
+    "load_model": "materials",
+    "load_preferences": "materials",
+    "quiet": "notebook",
+    "exercises": None,
+    "cases": None,
+    "plots": None,
+}
+__all__ = ["cases", "exercises", "load_model", "load_preferences", "plots", "quiet"]
 
 
 def __getattr__(name: str):

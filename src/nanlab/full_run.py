@@ -1,0 +1,430 @@
+"""The full run: data, model, evaluate, train, evaluate. One function for the notebook, the CLI and accelerate."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from accelerate import PartialState
+from torch import Tensor
+
+from nanlab.course.materials import END, PADDING, load_model, load_preferences, scale, to_scored, warm_up
+from nanlab.errors import InputError
+from nanlab.metrics import WeightedMean
+from nanlab.models import completion_log_probs
+from nanlab.trainers import DPOConfig, DPOTrainer, TokenTPOConfig, TokenTPOTrainer, TPOConfig, TPOTrainer
+
+
+class Method(NamedTuple):
+    """`tiny` and `pretrained` are learning rates: for the course's small model and for a real one."""
+
+    trainer: type
+    config: type
+    rows: Callable  # preference rows → the rows that this trainer takes
+    tiny: float
+    pretrained: float
+    options: dict[str, Any]
+
+
+def _gold_as_chosen(rows):
+    """DPO has no third answer. Here the gold answer is the chosen one."""
+    return rows.remove_columns("chosen").rename_column("reference", "chosen")
+
+
+METHODS = {
+    "tpo": Method(TPOTrainer, TPOConfig, lambda rows: rows, 3e-4, 2e-5, {}),
+    "token-tpo": Method(TokenTPOTrainer, TokenTPOConfig, to_scored, 1e-5, 1e-6, {}),
+    # Without the NLL term ("sft") DPO lowers the log-prob of good answers too, as long as bad ones fall faster.
+    "dpo": Method(
+        DPOTrainer,
+        DPOConfig,
+        _gold_as_chosen,
+        4e-5,
+        5e-6,
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]},
+    ),
+}
+
+
+class Scale(NamedTuple):
+    """The size of a run. `batch` is rows an optimizer step, however few of them fit in memory at a time."""
+
+    model: str
+    steps: int
+    batch: int
+    max_length: int
+    eval_rows: int
+
+
+SCALES = {
+    "tiny": Scale("tiny", steps=60, batch=8, max_length=128, eval_rows=200),
+    "small": Scale("smollm2", steps=8, batch=4, max_length=192, eval_rows=24),
+    "full": Scale("smollm2", steps=150, batch=16, max_length=512, eval_rows=200),
+}
+# Rows that fit at a time, by memory in GB (measured for 135M parameters in fp32 at 512 tokens, three answers a row).
+ROWS_AT_ONCE = ((40, 16), (20, 8), (10, 4), (5, 2), (0, 1))
+
+
+@dataclass
+class Run:
+    """What a run measured. Metrics carry the trainer's names (`eval_loss` …); `gold` is log-prob per token, in nats."""
+
+    settings: dict[str, Any]
+    before: dict[str, float]
+    after: dict[str, float]
+    traps: dict[str, float]
+    history: list[dict[str, float]]
+    samples: list[dict[str, str]]
+    seconds: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
+
+    def checks(self) -> list[tuple[str, str, bool]]:
+        """The acceptance table: what was asked, what came out, and whether that is enough."""
+        before, after = self.before, self.after
+        numbers = [v for m in (before, after, self.traps) for v in m.values() if isinstance(v, int | float)]
+        fell, moved = before["eval_loss"] - after["eval_loss"], after["gold"] - before["gold"]
+        table = [
+            ("every metric is finite", f"{len(numbers)} numbers", all(torch.tensor(numbers).isfinite())),
+            ("no row left out", f"{after['eval_excluded_rows']} rows", after["eval_excluded_rows"] == 0),
+            ("the loss fell", f"by {fell:.2f}", fell > 0),
+            ("the gold answer is kept", f"{moved:+.2f} nat a token", moved > -0.1),
+        ]
+        if "eval_rewards/accuracies" in after:
+            accuracy = after["eval_rewards/accuracies"]
+            table.append(("the better answer wins", f"{accuracy:.0%} of pairs", accuracy >= 0.9))
+        return table
+
+    def __str__(self) -> str:
+        """Metrics before and after, and the acceptance table."""
+        names = [name for name in self.after if name in self.before and name != "epoch"]
+        lines = [f"{'':28}{'before':>10}{'after':>10}"]
+        lines += [f"{name:28}{self.before[name]:>10.4g}{self.after[name]:>10.4g}" for name in names]
+        lines += [f"{'ok' if passed else 'FAIL':6}{what}: {value}" for what, value, passed in self.checks()]
+        return "\n".join(lines)
+
+
+def train_and_evaluate(
+    method: str,
+    *,
+    model: str | None = None,
+    dataset: str | None = None,
+    output: str | os.PathLike = "runs/full_run",
+    size: str | None = None,
+    steps: int | None = None,
+    max_length: int | None = None,
+    memory_gb: float | None = None,
+    seed: int = 0,
+    report: Callable[[str], None] = print,
+) -> Run:
+    """Evaluate, train, evaluate again, and write `output/result.json`.
+
+    Args:
+        method: "tpo", "token-tpo" or "dpo".
+        model: "tiny", "smollm2", a local directory or a hub id; by default what the scale says.
+        dataset: a file or hub id with preference rows; by default the course's own.
+        output: a folder. A run that was killed goes on from its last checkpoint, with the same final metrics; a
+            finished one is run again.
+        size: "tiny", "small" or "full"; by default `NANLAB_SCALE`, else the device decides.
+        steps, max_length: replace the scale's.
+        memory_gb: memory to plan for; by default what the device has. Less memory means fewer rows at a time and more
+            gradient accumulation, not another result.
+        report: gets a line of text for each stage.
+
+    Raises:
+        InputError: an argument, file or folder that cannot be used. Nothing is half-written then.
+    """
+    plan = _plan(method, model, dataset, size, steps, max_length, memory_gb, seed)
+    stage = _Stages(report)
+    with stage("data"):
+        data = _data(plan)
+    folder = _open_folder(Path(output), plan)
+    with stage("model"):
+        start = _starting_model(folder, plan, data["train"])
+        policy, tokenizer = _load(start)
+        trainer = _trainer(method, plan, folder, policy, tokenizer, data)
+    with stage("evaluate before"):
+        before, samples_before = _before(folder, trainer, policy, tokenizer, data)
+    with stage("train"):
+        trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
+    with stage("evaluate after"):
+        after = _measure(trainer, policy, tokenizer, data)
+        traps = trainer.evaluate(METHODS[method].rows(data["traps"])) if "traps" in data else {}
+        samples = [
+            {**old, "after": new} for old, new in zip(samples_before, _samples(policy, tokenizer, data), strict=True)
+        ]
+    run = Run(plan, before, after, _plain(traps), trainer.state.log_history, samples, stage.seconds, stage.memory)
+    if trainer.is_world_process_zero():
+        _write(folder / "result.json", asdict(run))
+    return run
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+def _plan(method, model, dataset, size, steps, max_length, memory_gb, seed) -> dict[str, Any]:
+    """Everything that decides the result, as plain data: two runs with the same plan are the same run."""
+    if method not in METHODS:
+        raise InputError(f"method {method!r}: choose {', '.join(METHODS)}")
+    size = size or scale()
+    if size not in SCALES:
+        raise InputError(f"scale {size!r}: choose {', '.join(SCALES)}")
+    for name, value in {"steps": steps, "max-length": max_length, "memory-gb": memory_gb}.items():
+        if value is not None and value <= 0:
+            raise InputError(f"{name} {value}: give a number above 0")
+    chosen = SCALES[size]
+    world, batch = PartialState().num_processes, chosen.batch
+    if memory_gb is None:
+        memory_gb = _device_memory()
+    at_once = next(rows for least, rows in ROWS_AT_ONCE if memory_gb >= least)
+    at_once = max(1, min(batch // world, at_once))
+    return {
+        "method": method,
+        "model": str(model or chosen.model),
+        "dataset": None if dataset is None else str(dataset),
+        "steps": steps or chosen.steps,
+        "rows_at_once": at_once,
+        "accumulate": max(1, batch // (at_once * world)),
+        "processes": world,
+        "max_length": max_length or chosen.max_length,
+        "eval_rows": chosen.eval_rows,
+        "seed": seed,
+    }
+
+
+def _device_memory() -> float:
+    """Memory of the GPU, else of the machine, in GB."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory / 1e9
+    import psutil
+
+    return psutil.virtual_memory().total / 1e9
+
+
+def _data(plan: dict[str, Any]) -> dict[str, Any]:
+    """train, held_out and, for the course's own data, traps. A file without splits gives up a tenth of its rows."""
+    data = load_preferences(plan["dataset"])
+    data = dict(data) if isinstance(data, dict) else {"train": data}
+    if "held_out" not in data:
+        parts = data["train"].train_test_split(test_size=0.1, seed=0)
+        data |= {"train": parts["train"], "held_out": parts["test"]}
+    held_out = data["held_out"]
+    data["held_out"] = held_out.select(range(min(len(held_out), plan["eval_rows"])))
+    return data
+
+
+# --- the folder -----------------------------------------------------------------------------------------------------
+
+
+def _open_folder(folder: Path, plan: dict[str, Any]) -> Path:
+    """Make the folder, or go on in it. Its own files are cleared away when the run in it is finished."""
+    text = json.dumps(plan, indent=2)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_text("x")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"output {folder}: cannot write here: {error.strerror}; choose another --output") from error
+    if PartialState().is_main_process:
+        settings, finished = folder / "settings.json", (folder / "result.json").exists()
+        if settings.exists() and settings.read_text() != text and not finished:
+            raise InputError(
+                f"output {folder}: holds an unfinished run with other settings; choose another --output or delete it"
+            )
+        if finished:
+            for name in ("result.json", "before.json", "settings.json"):
+                (folder / name).unlink(missing_ok=True)
+            for path in [folder / "start", *folder.glob("checkpoint-*")]:
+                shutil.rmtree(path, ignore_errors=True)
+        settings.write_text(text)
+    PartialState().wait_for_everyone()
+    return folder
+
+
+def _check_space(folder: Path, model) -> None:
+    """The start, two checkpoints with weights and two moments each: seven times the weights."""
+    need, free = 7 * sum(p.numel() * p.element_size() for p in model.parameters()), shutil.disk_usage(folder).free
+    if free < need:
+        raise InputError(
+            f"output {folder}: needs {need / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; choose another --output"
+        )
+
+
+def _write(path: Path, content: Any) -> None:
+    """All or nothing: a reader never sees half a file."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(content, indent=1))
+    draft.replace(path)
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end (the trainer's state comes last)."""
+    steps = [int(p.parent.name.split("-")[1]) for p in folder.glob("checkpoint-*/trainer_state.json")]
+    return str(folder / f"checkpoint-{max(steps)}") if steps else None
+
+
+# --- model and trainer ----------------------------------------------------------------------------------------------
+
+
+def _starting_model(folder: Path, plan: dict[str, Any], rows) -> Path:
+    """The model before preference tuning, saved once: a run that is resumed starts from the same weights."""
+    start = folder / "start"
+    if PartialState().is_main_process and not start.exists():
+        model, tokenizer = load_model(plan["model"], seed=plan["seed"])
+        _check_space(folder, model)
+        if tokenizer.pad_token is None:
+            own = PADDING in tokenizer.get_vocab()
+            tokenizer.pad_token = PADDING if own else tokenizer.eos_token or END
+        model.config.pad_token_id = tokenizer.pad_token_id
+        if plan["model"] == "tiny":  # a random model has nothing to lose; teach it the form of the answers
+            warm_up(model, tokenizer, rows, seed=plan["seed"])
+        draft = folder / "start.tmp"
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        draft.replace(start)
+    PartialState().wait_for_everyone()
+    return start
+
+
+def _load(start: Path):
+    """Weights in fp32, also for bf16 training: autocast computes in bf16, the optimizer needs the precision."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(start)
+
+
+def _trainer(method: str, plan: dict[str, Any], folder: Path, model, tokenizer, data):
+    how = METHODS[method]
+    on_gpu = torch.cuda.is_available()
+    args = how.config(
+        output_dir=str(folder),
+        per_device_train_batch_size=plan["rows_at_once"],
+        per_device_eval_batch_size=plan["rows_at_once"],
+        gradient_accumulation_steps=plan["accumulate"],
+        max_steps=plan["steps"],
+        learning_rate=how.tiny if plan["model"] == "tiny" else how.pretrained,
+        lr_scheduler_type="cosine",
+        warmup_steps=plan["steps"] // 10,
+        max_length=plan["max_length"],
+        logging_steps=max(1, plan["steps"] // 12),
+        save_steps=max(1, plan["steps"] // 3),
+        save_total_limit=2,
+        bf16=on_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
+        use_cpu=not on_gpu,
+        seed=plan["seed"],
+        report_to=[],
+        disable_tqdm=not sys.stderr.isatty(),
+        **how.options,
+    )
+    trainer = how.trainer(
+        model, args=args, train_dataset=how.rows(data["train"]), eval_dataset=how.rows(data["held_out"]),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+class _Stages:
+    """Time and peak memory of each stage. On a GPU the allocator's peak in GB, on a CPU the process's so far."""
+
+    def __init__(self, report: Callable[[str], None]):
+        self.seconds: dict[str, float] = {}
+        self.memory: dict[str, float] = {}
+        self._report = report if PartialState().is_main_process else lambda text: None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        yield
+        self.seconds[name], self.memory[name] = time.perf_counter() - begin, _peak_memory()
+        self._report(f"{name:16} {self.seconds[name]:6.1f} s   peak memory {self.memory[name]:5.2f} GB")
+
+
+def _peak_memory() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    import psutil
+
+    memory = psutil.Process().memory_info()
+    return getattr(memory, "peak_wset", memory.rss) / 1e9
+
+
+def _before(folder: Path, trainer, model, tokenizer, data) -> tuple[dict[str, float], list[dict[str, str]]]:
+    """Metrics and sample answers of the untouched model; a resumed run reads what it measured then."""
+    path = folder / "before.json"
+    if not path.exists():
+        metrics = _measure(trainer, model, tokenizer, data)
+        prompts = data["held_out"]["prompt"][:3]
+        answers = _samples(model, tokenizer, data)
+        samples = [{"prompt": p, "before": a} for p, a in zip(prompts, answers, strict=True)]
+        if trainer.is_world_process_zero():
+            _write(path, [metrics, samples])
+        PartialState().wait_for_everyone()
+    return tuple(json.loads(path.read_text()))
+
+
+def _measure(trainer, model, tokenizer, data) -> dict[str, float]:
+    gold = gold_log_prob(model, tokenizer, data["held_out"], trainer.args.max_length)
+    return _plain({**trainer.evaluate(), "gold": gold})
+
+
+def _plain(metrics: dict[str, float]) -> dict[str, float]:
+    """Without what depends on the machine's speed."""
+    speed = ("_runtime", "_per_second", "_preparation_time")
+    return {name: value for name, value in metrics.items() if not name.endswith(speed)}
+
+
+@torch.no_grad()
+def gold_log_prob(model, tokenizer, rows, max_length: int, batch_size: int = 8) -> float:
+    """Log-prob per token of the gold answers, in nats, weighted by tokens: is it still a language model?"""
+    mean, was_training = WeightedMean(), model.training
+    model.eval()
+    for i in range(0, len(rows), batch_size):
+        batch = _gold_batch(tokenizer, rows[i : i + batch_size], max_length)
+        batch = {name: column.to(model.device) for name, column in batch.items()}
+        tokens = batch["completion_mask"][:, 1:].sum(1)
+        mean.update(completion_log_probs(model, **batch).sum(1) / tokens, tokens)
+    model.train(was_training)
+    return mean.compute()
+
+
+def _gold_batch(tokenizer, rows: dict[str, list[str]], max_length: int) -> dict[str, Tensor]:
+    prompts = [tokenizer(text)["input_ids"] for text in rows["prompt"]]
+    answers = [
+        tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in rows["reference"]
+    ]
+    both = [(p + a)[:max_length] for p, a in zip(prompts, answers, strict=True)]
+    masks = [([0] * len(p) + [1] * len(a))[:max_length] for p, a in zip(prompts, answers, strict=True)]
+    pad = torch.nn.utils.rnn.pad_sequence
+    columns = {"input_ids": both, "attention_mask": [[1] * len(ids) for ids in both], "completion_mask": masks}
+    return {name: pad([torch.tensor(row) for row in column], batch_first=True) for name, column in columns.items()}
+
+
+@torch.no_grad()
+def _samples(model, tokenizer, data) -> list[str]:
+    """Greedy answers to three held-out prompts."""
+    answers, was_training = [], model.training
+    model.eval()
+    for prompt in data["held_out"]["prompt"][:3]:
+        batch = tokenizer(prompt, return_tensors="pt").to(model.device)
+        ids = model.generate(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=24, do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        answers.append(tokenizer.decode(ids[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    model.train(was_training)
+    return answers

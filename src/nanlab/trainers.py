@@ -1,0 +1,465 @@
+"""Trainers whose `evaluate()` is right.
+
+Three rules, the same for all of them:
+
+1. Training and evaluation go through one loss (`row_terms`), so their numbers can be compared.
+2. A row without a completion token has no loss. It is dropped beforehand and counted (`eval_dropped_rows`).
+3. Every average is a sum over a count: rows weigh one, per-token losses weigh their tokens. The result does not move
+   with the batch size, the order of the rows or the number of ranks. A row whose loss is not finite is left out of the
+   evaluation and counted (`eval_excluded_rows`); if no row is left, the loss is NaN, not 0.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from torch import Tensor
+from trl.experimental import tpo
+
+from nanlab.errors import InputError
+from nanlab.losses import dpo_loss, token_policy_loss, triple_preference_loss
+from nanlab.metrics import WeightedMean
+from nanlab.models import clone, completion_log_probs
+from nanlab.numerics import group_advantages
+
+TPOConfig = tpo.TPOConfig
+DPOConfig = trl.DPOConfig
+
+
+class RowSum(NamedTuple):
+    """One quantity of a batch: its sum in each row and the row's weight (1, or its number of tokens), both `[B]`."""
+
+    sums: Tensor
+    weights: Tensor
+
+
+def _per_row(values: Tensor) -> RowSum:
+    return RowSum(values, torch.ones_like(values))
+
+
+class _OneLoss:
+    """What the three trainers share: one loss for training and evaluation, and averages that know their weights.
+
+    `objective` names the terms of the loss with their coefficients: loss = Σ coefficient · weighted mean of the term.
+    """
+
+    objective: dict[str, float]
+
+    def row_terms(self, model, inputs: dict[str, Tensor]) -> dict[str, RowSum]:
+        """The terms of the loss and the metrics, by row. The terms in `objective` carry the gradient."""
+        raise NotImplementedError
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        terms = self.row_terms(model, inputs)
+        self._record(terms)
+        loss = sum(c * self._mean(terms[name], num_items_in_batch) for name, c in self.objective.items())
+        return (loss, {}) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs).detach(), None, None
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        self._tables["eval"].clear()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        name = metric_key_prefix.removeprefix("eval_")
+        means = {**self._means("eval"), "dropped_rows": self.dropped_rows.get(name, self.dropped_rows.get("eval", 0))}
+        output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
+        return output
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        if "loss" in logs and self._tables["train"]:
+            logs.update({name: mean for name, mean in self._means("train").items() if name != "loss"})
+        super().log(logs, *args, **kwargs)
+
+    def _mean(self, term: RowSum, count: Tensor | float | None = None) -> Tensor:
+        """Σ sums / Σ weights over the batch, in training over the batches of all ranks (which average gradients).
+
+        Without any weight there is no mean: the value is NaN, the gradient 0.
+        """
+        if count is None:
+            count = term.weights.sum()
+            if self.model.training and self.accelerator.num_processes > 1:
+                count = self.accelerator.reduce(count, "mean")
+        total = term.sums.sum()
+        return torch.where(torch.as_tensor(count > 0, device=total.device), total / max(count, 1e-12), torch.nan)
+
+    def _record(self, terms: dict[str, RowSum]) -> None:
+        """Keep the batch's rows, on the device: turning them into numbers here would stall a GPU at every step."""
+        self._names = list(terms)
+        columns = [column.detach().float() for term in terms.values() for column in term]
+        table = torch.stack(columns, dim=1)  # [B, 2 · terms]
+        if self.model.training:
+            self._tables["train"].append(self.accelerator.gather(table))
+        else:  # without the rows that pad the last batch of some ranks
+            self._tables["eval"].append(self.accelerator.gather_for_metrics(table))
+
+    def _means(self, mode: str) -> dict[str, float]:
+        """All recorded rows as weighted means; a row with a non-finite loss is left out of every mean."""
+        if not self._tables[mode]:
+            return {"loss": float("nan"), "excluded_rows": 0}
+        rows = torch.cat(self._tables[mode]).cpu().double()
+        self._tables[mode].clear()
+        columns = dict(zip(self._names, rows.unflatten(1, (-1, 2)).unbind(1), strict=True))  # name: [rows, 2]
+        finite = torch.stack([columns[name][:, 0].isfinite() for name in self.objective]).all(0)
+        means = {name: _weighted_mean(column[finite]) for name, column in columns.items()}
+        loss = sum(coefficient * means[name] for name, coefficient in self.objective.items())
+        return {"loss": loss, **means, "excluded_rows": int((~finite).sum())}
+
+
+def _weighted_mean(column: Tensor) -> float:
+    sums, weights = column.unbind(1)
+    mean = WeightedMean()
+    mean.update(torch.where(weights > 0, sums / weights, torch.nan), weights)
+    return mean.compute()
+
+
+def _preference_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, RowSum]:
+    """Reward metrics under TRL's names. A comparison with NaN is False: such a row has no accuracy, not accuracy 0."""
+    margins = chosen - rejected
+    accuracies = torch.where(margins.isnan(), torch.nan, (margins > 0).float())
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    return {n: _per_row(v) for n, v in zip(names, (chosen, rejected, margins, accuracies), strict=True)}
+
+
+# --- rows that can be trained on ------------------------------------------------------------------------------------
+
+
+def _has_text(row: dict[str, Any], completions: tuple[str, ...]) -> bool:
+    """Whether the row has a prompt (which may be empty) and every completion. Chats are lists, plain text is str."""
+    texts = [row[name] for name in completions]
+    return row.get("prompt", "") is not None and all(t.strip() if isinstance(t, str) else t for t in texts)
+
+
+def _predicted_tokens(prompt: int, completion: int, max_length: int | None, mode: str) -> int:
+    """How many completion tokens are left after truncation and have a token before them that predicts them."""
+    total = prompt + completion
+    cut = 0 if max_length is None else max(0, total - max_length)
+    first = prompt - cut if mode == "keep_end" else prompt  # where the completion begins in what is kept
+    return total - cut - max(first, 1)
+
+
+def _has_tokens(row: dict[str, Any], completions: tuple[str, ...], max_length: int | None, mode: str) -> bool:
+    prompt = len(row["prompt_ids"])
+    return all(_predicted_tokens(prompt, len(row[f"{name}_ids"]), max_length, mode) > 0 for name in completions)
+
+
+def _drop(dataset, keep, **settings):
+    return dataset.filter(keep, fn_kwargs=settings)
+
+
+def _check_columns(dataset, name: str, needed: tuple[str, ...]) -> None:
+    missing = [column for column in needed if column not in (dataset.column_names or needed)]
+    if missing:
+        raise InputError(
+            f"{name} dataset: no column {missing[0]!r}; it has {', '.join(dataset.column_names)}; "
+            f"needed are {', '.join(needed)}"
+        )
+
+
+def _check_left(dataset, name: str, before: int, max_length: int | None) -> None:
+    if len(dataset) == 0:
+        raise InputError(
+            f"{name} dataset: none of its {before} rows has a completion token within max_length={max_length}; "
+            "raise max_length or shorten the prompts"
+        )
+
+
+class _DropsEmptyRows:
+    """For TRL's preference trainers: drop rows without a completion token when a dataset is prepared, and count them.
+
+    TRL itself drops over-long prompts in DPO (since 1.9) but not in TPO, where such a row makes eval_loss NaN
+    (huggingface/trl#5662).
+    """
+
+    completions: tuple[str, ...]
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        if "prompt_ids" in (dataset.column_names or ()):  # prepared before
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        _check_columns(dataset, dataset_name, self.completions)
+        before = len(dataset)
+        dataset = _drop(dataset, _has_text, completions=self.completions)
+        if len(dataset):
+            dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+            limits = {"max_length": args.max_length, "mode": getattr(args, "truncation_mode", "keep_start")}
+            dataset = _drop(dataset, _has_tokens, completions=self.completions, **limits)
+        _check_left(dataset, dataset_name, before, args.max_length)
+        self.dropped_rows[dataset_name] = before - len(dataset)
+        return dataset
+
+
+@contextmanager
+def _own_forward(*models):
+    """TRL replaces `model.forward`. Put back what was there, so that a copy of the model runs its own weights."""
+    before = {id(model): model.__dict__.get("forward") for model in models}
+    replaced: list[Any] = [*models]
+    yield replaced  # models that are made inside are added here
+    for model in replaced:
+        if before.get(id(model)) is None:
+            model.__dict__.pop("forward", None)
+        else:
+            model.forward = before[id(model)]
+
+
+# --- the trainers ---------------------------------------------------------------------------------------------------
+
+
+class TPOTrainer(_OneLoss, _DropsEmptyRows, tpo.TPOTrainer):
+    """Triple preference optimization (arXiv 2405.16681) on TRL's experimental trainer.
+
+    Takes what `trl.experimental.tpo.TPOTrainer` takes; columns prompt, chosen, rejected, reference (the gold answer).
+    `loss_type` is "sigmoid" or "tpo-l". The loss of a batch is TRL's: mean preference loss over rows plus
+    `tpo_alpha` · mean NLL over the tokens of the gold answers.
+
+    Raises:
+        InputError: another `loss_type`, a missing column, or no row with a completion token.
+    """
+
+    completions = ("chosen", "rejected", "reference")
+
+    def __init__(self, model, args: TPOConfig | None = None, **kwargs):
+        args = args or TPOConfig("tpo-output")
+        if args.loss_type not in ("sigmoid", "tpo-l"):
+            raise InputError(f"loss_type={args.loss_type!r}: TPOTrainer computes 'sigmoid' and 'tpo-l'")
+        self.objective = {"preference_loss": 1.0} | ({"nll": args.tpo_alpha} if args.tpo_alpha else {})
+        self.dropped_rows, self._tables = {}, {"train": [], "eval": []}
+        super().__init__(model, args, **kwargs)
+
+    def row_terms(self, model, inputs):
+        args = self.args
+        branches = 3 if "nll" in self.objective else 2
+        log_probs = completion_log_probs(model, **inputs).chunk(branches)
+        tokens = inputs["completion_mask"][:, 1:].sum(1).chunk(branches)
+        by_length = args.loss_type == "tpo-l"
+        chosen, rejected = (
+            x.sum(1) / n if by_length else x.sum(1) for x, n in zip(log_probs[:2], tokens, strict=False)
+        )
+        loss = triple_preference_loss(
+            chosen, rejected, 0.0, args.beta, alpha=0.0, gamma=args.tpo_l_gamma if by_length else 0.0,
+            label_smoothing=args.label_smoothing,
+        )  # fmt: skip
+        terms = {"preference_loss": _per_row(loss)}
+        if branches == 3:
+            terms["nll"] = RowSum(-log_probs[2].sum(1), tokens[2])
+        metrics = _preference_metrics(args.beta * chosen.detach(), args.beta * rejected.detach())
+        return {**terms, **metrics, "logps/chosen": _per_row(chosen), "logps/rejected": _per_row(rejected)}
+
+
+# What TRL's DPO can also do, and the only value that our loss covers.
+_DPO_ONLY = {"f_divergence_type": "reverse_kl", "ld_alpha": None, "use_weighting": False, "padding_free": False}
+
+
+class DPOTrainer(_OneLoss, _DropsEmptyRows, trl.DPOTrainer):
+    """Direct preference optimization (arXiv 2305.18290) on TRL's trainer, with an `evaluate()` that is right.
+
+    Takes what `trl.DPOTrainer` takes; columns prompt, chosen, rejected. `loss_type` is "sigmoid" (with
+    `label_smoothing`) and, beside it, "sft": the NLL per token of the chosen answer, weighted by `loss_weights`. It
+    keeps the model a language model. Without `ref_model` the reference is a copy of the model as it is now.
+
+    Raises:
+        InputError: another `loss_type`, an option our loss does not cover, a missing column, or no row with a
+            completion token.
+    """
+
+    completions = ("chosen", "rejected")
+
+    def __init__(self, model, ref_model=None, args: DPOConfig | None = None, **kwargs):
+        args = args or DPOConfig("dpo-output")
+        self.objective = _dpo_objective(args)
+        self.dropped_rows, self._tables = {}, {"train": [], "eval": []}
+        is_plain = isinstance(model, transformers.PreTrainedModel) and kwargs.get("peft_config") is None
+        if ref_model is None and is_plain and not args.precompute_ref_log_probs:
+            ref_model = clone(model).eval().requires_grad_(False)
+        given = [_base(m) for m in (model, ref_model) if isinstance(m, torch.nn.Module)]
+        with _own_forward(*given) as models:
+            super().__init__(model, ref_model, args, **kwargs)
+            models += [_base(m) for m in (self.model, self.ref_model) if m is not None]
+
+    def row_terms(self, model, inputs):
+        beta = self.args.beta
+        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
+        log_probs = completion_log_probs(model, **batch)
+        chosen, rejected = log_probs.sum(1).chunk(2)
+        ref_chosen, ref_rejected = self._reference(inputs)
+        loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, self.args.label_smoothing)
+        terms = {"preference_loss": _per_row(loss)}
+        if "nll" in self.objective:
+            tokens = inputs["completion_mask"][:, 1:].sum(1).chunk(2)[0]
+            terms["nll"] = RowSum(-chosen, tokens)
+        rewards = beta * (chosen - ref_chosen).detach(), beta * (rejected - ref_rejected).detach()
+        logps = {"logps/chosen": _per_row(chosen), "logps/rejected": _per_row(rejected)}
+        return {**terms, **_preference_metrics(*rewards), **logps}
+
+    def _reference(self, inputs) -> tuple[Tensor, Tensor]:
+        if "ref_chosen_logps" in inputs:
+            return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
+        return self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+
+    def compute_ref_log_probs(self, *args):
+        """Log-probs of chosen and rejected, each `[B]`, under the reference. Also TRL's entry for precomputing them."""
+        model, inputs = (self.ref_model or self.model, *args)[-2:]  # older TRL passes the inputs alone
+        adapters = _reference_adapter(self.accelerator.unwrap_model(model)) if self.ref_model is None else nullcontext()
+        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
+        with torch.no_grad(), adapters, self.accelerator.autocast():
+            return completion_log_probs(model, **batch).sum(1).chunk(2)
+
+
+def _dpo_objective(args: DPOConfig) -> dict[str, float]:
+    for name, only in _DPO_ONLY.items():
+        if getattr(args, name, only) != only:
+            raise InputError(f"{name}={getattr(args, name)!r}: DPOTrainer computes {name}={only!r} alone")
+    kinds = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type
+    names = {"sigmoid": "preference_loss", "sft": "nll"}
+    unknown = [kind for kind in kinds if kind not in names]
+    if unknown or "sigmoid" not in kinds:
+        raise InputError(f"loss_type={kinds}: DPOTrainer computes 'sigmoid', with or without 'sft'")
+    return {names[k]: w for k, w in zip(kinds, args.loss_weights or [1.0] * len(kinds), strict=True)}
+
+
+def _base(model):
+    """The transformers model inside a PEFT model; another model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _reference_adapter(model):
+    """Within this context a PEFT model is its own reference: the adapter off, or the copy that TRL named "ref"."""
+    if not hasattr(model, "peft_config"):
+        return nullcontext()
+    from trl.trainer.utils import use_adapter
+
+    return use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None)
+
+
+@dataclass
+class TokenTPOConfig(transformers.TrainingArguments):
+    """Training arguments of `TokenTPOTrainer`."""
+
+    max_length: int | None = field(
+        default=512, metadata={"help": "Longest prompt and completion together, in tokens; the end is cut off."}
+    )
+
+
+class TokenTPOTrainer(_OneLoss, transformers.Trainer):
+    """Token-level policy optimization: −advantage · log-prob over completion tokens, advantages normalised by group.
+
+    What some articles call TPO; unlike triple preference optimization it scores single completions. Offline, on fixed
+    samples, a negative advantage is a loss without a lower bound: few steps, a small learning rate, and an eye on the
+    log-probs of good answers.
+
+    Args:
+        args: `TokenTPOConfig`, or any `TrainingArguments`.
+        train_dataset, eval_dataset: columns prompt, completion (text), reward (float; None, NaN and inf are
+            missing) and group (int or str). Groups are normalised over the dataset, so a batch need not hold whole groups. Rows
+            without a reward or without a completion token are dropped and counted.
+        processing_class: the tokenizer.
+
+    Raises:
+        InputError: a missing column, or no row to train on.
+    """
+
+    objective = {"policy_loss": 1.0}  # noqa: RUF012  (never changed)
+
+    def __init__(self, model, args=None, train_dataset=None, eval_dataset=None, processing_class=None, **kwargs):
+        args = args or TokenTPOConfig("token-tpo-output")
+        self.dropped_rows, self._tables = {}, {"train": [], "eval": []}
+        self._tokenizer, self._max_length = processing_class, getattr(args, "max_length", 512)
+        super().__init__(
+            model, args, data_collator=_TokenPolicyCollator(processing_class.pad_token_id or 0),
+            train_dataset=self._prepare("train", train_dataset), eval_dataset=self._prepare_eval(eval_dataset),
+            processing_class=processing_class, **kwargs,
+        )  # fmt: skip
+        self.model_accepts_loss_kwargs = True  # have the Trainer count the tokens of an accumulated batch
+
+    def evaluate(self, eval_dataset=None, **kwargs):
+        if not isinstance(eval_dataset, str):
+            eval_dataset = self._prepare_eval(eval_dataset)
+        return super().evaluate(eval_dataset, **kwargs)
+
+    def row_terms(self, model, inputs):
+        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
+        log_probs = completion_log_probs(model, **batch)
+        mask = inputs["completion_mask"][:, 1:]
+        loss = token_policy_loss(log_probs, inputs["advantages"], mask)
+        advantages = _per_row(inputs["advantages"])
+        return {"policy_loss": RowSum(*loss), "logps": RowSum(log_probs.sum(1), mask.sum(1)), "advantages": advantages}
+
+    def _mean(self, term, count=None):
+        """With gradient accumulation the tokens of all micro-batches are the divisor, so each token weighs the same."""
+        if count is not None and self.args.average_tokens_across_devices:
+            count = count / self.accelerator.num_processes  # counted over all ranks, which average their gradients
+        return super()._mean(term, count)
+
+    def _prepare_eval(self, dataset):
+        if isinstance(dataset, dict):
+            return {name: self._prepare(name, part) for name, part in dataset.items()}
+        return self._prepare("eval", dataset)
+
+    def _prepare(self, name: str, dataset: Dataset | None) -> Dataset | None:
+        if dataset is None or "prompt_ids" in dataset.column_names:
+            return dataset
+        _check_columns(dataset, name, ("prompt", "completion", "reward", "group"))
+        before = len(dataset)
+        dataset = _drop(dataset, _has_text, completions=("completion",)).filter(_has_reward)
+        dataset = dataset.map(_tokenize, fn_kwargs={"tokenizer": self._tokenizer})
+        limits = {"max_length": self._max_length, "mode": "keep_start"}
+        dataset = _drop(dataset, _has_tokens, completions=("completion",), **limits) if len(dataset) else dataset
+        _check_left(dataset, name, before, self._max_length)
+        self.dropped_rows[name] = before - len(dataset)
+        ids = {group: i for i, group in enumerate(dict.fromkeys(dataset["group"]))}
+        rewards = torch.tensor(dataset["reward"], dtype=torch.float64)
+        advantages = group_advantages(rewards, torch.tensor([ids[group] for group in dataset["group"]])).values
+        columns = {"prompt_ids", "completion_ids"}
+        dataset = dataset.remove_columns([c for c in dataset.column_names if c not in columns])
+        dataset = dataset.map(_truncate, fn_kwargs={"max_length": self._max_length})
+        return dataset.add_column("advantages", advantages.tolist())
+
+    def _set_signature_columns_if_needed(self):
+        self._signature_columns = ["prompt_ids", "completion_ids", "advantages"]
+
+
+def _has_reward(row: dict[str, Any]) -> bool:
+    return row["reward"] is not None and math.isfinite(row["reward"])
+
+
+def _tokenize(row: dict[str, Any], tokenizer) -> dict[str, list[int]]:
+    completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
+    return {
+        "prompt_ids": tokenizer(row["prompt"])["input_ids"],
+        "completion_ids": [*completion, tokenizer.eos_token_id],
+    }
+
+
+def _truncate(row: dict[str, Any], max_length: int | None) -> dict[str, list[int]]:
+    room = None if max_length is None else max_length - len(row["prompt_ids"])
+    return {"completion_ids": row["completion_ids"][:room]}
+
+
+@dataclass
+class _TokenPolicyCollator:
+    """Pads on the right. `labels` repeat the completion: by them the Trainer counts the tokens of a batch."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        width = max(len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rows)
+        ids = torch.full((len(rows), width), self.pad_token_id)
+        attention, completion = torch.zeros_like(ids), torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            start, end = len(row["prompt_ids"]), len(row["prompt_ids"]) + len(row["completion_ids"])
+            ids[i, :end] = torch.tensor(row["prompt_ids"] + row["completion_ids"])
+            attention[i, :end], completion[i, max(start, 1) : end] = 1, 1
+        advantages = torch.tensor([row["advantages"] for row in rows], dtype=torch.float32)
+        labels = ids.masked_fill(completion == 0, -100)
+        return {
+            "input_ids": ids, "attention_mask": attention, "completion_mask": completion,
+            "advantages": advantages, "labels": labels,
+        }  # fmt: skip
