@@ -59,9 +59,10 @@ def test_the_mean_of_nothing_has_no_value_and_does_not_reach_the_weights():
     means = masked_mean(values, torch.tensor([[True, True], [False, False]]), dim=1)
     assert means[0].item() == 4.0
     assert means[1].isnan()
-    with torch.autograd.detect_anomaly(check_nan=True):  # no NaN on the way back either
-        means.sum().backward()
-    assert weight.grad.item() == 2.0
+    for loss in (means.sum(), means[0]):
+        with torch.autograd.detect_anomaly(check_nan=True):  # no NaN on the way back either
+            (grad,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        assert grad.item() == 2.0
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -121,12 +122,12 @@ def test_advantages_move_with_their_rows(rows_and_order):
     assert shuffled[1:] == straight[1:]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 100_000])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_equal_rewards_are_exactly_zero(size, dtype):
     rewards = torch.tensor([0.1, -1 / 3, 0.0, 1e-30, 6e4], dtype=dtype).repeat(size)
     result = group_advantages(rewards, torch.arange(5).repeat(size))
-    assert result.values.tolist() == [0.0] * 5 * size
+    assert result.values.count_nonzero() == 0
     assert result.flat == 5 * size
 
 

@@ -101,12 +101,12 @@ def group_advantages(rewards: Tensor, group: Tensor) -> Advantages:
 def _standardise(reward: Tensor, index: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """(reward − mean) / std within the groups 0, 1, … of `index`, and which rows belong to a group without spread."""
     zero = torch.zeros(len(reward), dtype=reward.dtype)  # there are at most as many groups as rows
+    # In units of the group's largest |reward| equal rewards are all 1, and their mean is exactly 1. (The mean of
+    # n times 0.1 need not be 0.1.) Nor can the squares overflow or vanish.
     scale = zero.scatter_reduce(0, index, reward.abs(), "amax")[index]
     scaled = reward / torch.where(scale > 0, scale, 1.0)
-    # Measured from the group's smallest, equal rewards are exactly 0: the mean of n times 0.1 need not be 0.1.
-    above = scaled - zero.scatter_reduce(0, index, scaled, "amin", include_self=False)[index]
-    count = zero.index_add(0, index, torch.ones_like(above))[index]
-    deviation = above - zero.index_add(0, index, above)[index] / count
+    count = zero.index_add(0, index, torch.ones_like(scaled))[index]
+    deviation = scaled - zero.index_add(0, index, scaled)[index] / count
     std = (zero.index_add(0, index, deviation**2)[index] / (count - 1).clamp(min=1)).sqrt()
     flat = std <= floor
     return torch.where(flat, 0.0, deviation / torch.where(flat, 1.0, std)), flat
