@@ -341,6 +341,31 @@ def test_equal_rewards_are_constant_whatever_their_size(rewards):
     assert look(rows).codes == []
 
 
+class Slow:
+    """A tokenizer without a fast backend, that only knows how to be called."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        if name == "backend_tokenizer":
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args, **kwargs):
+        return self._tokenizer(*args, **kwargs)
+
+
+def test_fast_and_slow_tokenizers_agree_whatever_was_called_before():
+    rows = pairs(prompt=LONG) + pairs(chosen=LONG) + pairs(chosen=PAD)
+    slow = look(rows, Slow(make_tokenizer()), max_length=30)
+    used = make_tokenizer()
+    used(["two", "two plus"], max_length=2, truncation=True, padding="max_length")
+    fast = look(rows, used, max_length=30)
+    assert slow.to_dict() == fast.to_dict()
+    assert fast.codes == ["truncated_away", "truncated_partly", "all_unk"]
+
+
 # ---------------------------------------------------------------------------------------------------------------- clean
 
 BITS = st.sampled_from(["", " ", None, 3, " paris", " four", PAD, END, LONG, math.nan])
