@@ -165,6 +165,15 @@ def test_large_finite_gradients_are_allowed_although_their_l2_norm_overflows():
     assert one_step(break_it)[0]
 
 
+def test_half_precision_gradients_are_allowed_although_their_norm_is_beyond_65504():
+    model = nn.Linear(64, 64).half()
+    guard = watch(model)
+    model(torch.ones(1, 64, dtype=torch.float16))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3e4)
+    assert guard.allow_step(0.0)
+
+
 def test_a_sparse_gradient_is_looked_into():
     model = nn.Embedding(5, 3, sparse=True)
     guard = watch(model)
