@@ -15,7 +15,7 @@ $(VENV)/ready: requirements.txt pyproject.toml
 	touch $@
 
 run: setup
-	$(BIN)/python -m nanlab.full_run notebooks/13_full_run.ipynb
+	HF_HUB_OFFLINE=$${HF_HUB_OFFLINE:-1} $(BIN)/python -m nanlab.course.headless notebooks/13_full_run.ipynb runs
 
 test: setup
 	$(BIN)/python -m pytest

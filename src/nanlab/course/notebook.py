@@ -16,6 +16,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     for name in ("transformers", "trl", "accelerate", "peft", "datasets"):
         warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
+    warnings.filterwarnings("ignore", message=".*pin_memory")  # on machines without an accelerator
 
     import datasets
     import transformers
