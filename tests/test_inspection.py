@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -259,6 +260,9 @@ HEALTHY = {
     "pad = eos in TRL": lambda: look([{"text": "two"}], make_tokenizer(pad=END), args=make_args(DPOConfig)),
     "no pad in TRL": lambda: look(tokenizer=make_tokenizer(pad=None), args=make_args(DPOConfig)),
     "labels": lambda: look([{"input_ids": [5, 6, 0, 0], "labels": [-100, 6, 0, -100]}]),
+    "classes": lambda: look([{"input_ids": [5, 6, 7], "labels": 1}]),
+    "tensors": lambda: look([{"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([-100, 6])}]),
+    "numpy rewards": lambda: look([{**row, "reward": np.float32(row["reward"])} for row in SCORED]),
     "completion mask": lambda: look([{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}], max_length=2),
     "fp32": lambda: look(model=make_model(), args=make_args(optim="adamw_torch")),
     "bf16 weights": lambda: look(model=make_model(torch.bfloat16), args=make_args(optim="adamw_torch")),
@@ -415,6 +419,7 @@ def test_a_set_up_fault_drops_no_row(capsys):
         ([PAIR], {"max_length": "512"}, "max_length is '512'"),
         ([{"messages": MESSAGES}], {}, "row 0 holds chat messages"),
         ([{**PAIR, "chosen": chat("a")}], {}, "row 0 mixes"),
+        ([{**SCORED[0], "group": [1]}], {}, "row 0: the group is a list"),
         ([PAIR, {"prompt": MESSAGES, "chosen": chat("a"), "rejected": chat("b")}], {}, "mixes text and chat"),
     ],
 )
