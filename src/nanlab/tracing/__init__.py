@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from nanlab.errors import InputError
+from nanlab.tracing.replay import is_trainer, locate_in_trainer, run
 from nanlab.tracing.report import Report
 from nanlab.tracing.tracer import Tracer
 
@@ -20,7 +19,7 @@ __all__ = ["Report", "locate"]
 
 
 def locate(
-    step: Callable[[], Any] | Any,
+    step: Any,
     *,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -31,36 +30,27 @@ def locate(
     """Explain the first non-finite number that reached a step's result, gradients, parameters or optimizer state.
 
     Args:
-        step: a callable without arguments: forward, backward, optimizer step, or a loop of them. It is run **once** and does
-            what it does: nothing is undone afterwards. Or a transformers/TRL trainer: its batches are run until one fails,
-            that one is replayed, and everything is put back, bit for bit (see ``nanlab.tracing.replay``).
+        step: a callable without arguments: forward, backward, optimizer step, or a loop of them. It is run **once** and
+            does what it does: nothing is undone afterwards. Or a transformers/TRL trainer: its batches are run until one
+            fails, that one is replayed, and everything is put back, bit for bit (see ``nanlab.tracing.replay``).
         model, optimizer: for names. Without them, what ``step`` refers to is used.
-        mode: "train" or "eval"; trainers only.
-        max_batches: stop after so many healthy batches; trainers only.
+        mode: "train" or "eval"; for a trainer.
+        max_batches: give up after so many healthy batches; for a trainer.
         named_tensors: tensors, or dicts of tensors, to be called by name if they are bad: ``locate(step, batch=batch)``.
 
     Raises:
         InputError: ``step`` is neither a callable nor a trainer, or ``mode`` is unknown.
 
-    A step that raises gives a report too: up to there, with ``report.exception``. Compiled models run eagerly here. What is
-    inside one fused kernel (flex_attention, a Triton kernel) is seen as one operation. On a GPU every check waits for the
-    device; only the CPU cost was measured.
+    A step that raises gives a report too: up to there, with ``report.exception``. Compiled models run eagerly here, and the
+    inside of one fused kernel (flex_attention, Triton) is one operation. Each process of a distributed run reports its own.
+    On a GPU every check waits for the device; the cost was measured on CPU only.
     """
-    if all(hasattr(step, name) for name in ("training_step", "prediction_step", "train", "evaluate")):
-        from nanlab.tracing.replay import locate_in_trainer
-
+    if is_trainer(step):
         return locate_in_trainer(step, mode, max_batches)
     if not callable(step):
         raise InputError(f"locate(): step is a {type(step).__name__}; give a function without arguments, or a trainer")
     tracer = Tracer()
-    with torch.no_grad():
-        introduce(tracer, step, model, optimizer, named_tensors)
-    return trace(tracer, step)[0]
-
-
-def introduce(tracer: Tracer, step: Callable, model, optimizer, named: Mapping[str, Any]) -> None:
-    """Tell the tracer what things are called: what was given, else what the step refers to."""
-    for name, value in named.items():
+    for name, value in named_tensors.items():
         entries = (
             {f"{name} {k}": v for k, v in value.items()} if isinstance(value, Mapping) else {f"batch {name}": value}
         )
@@ -70,53 +60,17 @@ def introduce(tracer: Tracer, step: Callable, model, optimizer, named: Mapping[s
     models = {"": model} if model is not None else {k: v for k, v in around.items() if isinstance(v, nn.Module)}
     for name, m in models.items():
         tracer.adopt(m, f"{name}." if len(models) > 1 else "")
-    optimizers = (
-        [optimizer] if optimizer is not None else [v for v in around.values() if isinstance(v, torch.optim.Optimizer)]
-    )
-    for o in optimizers:
-        tracer.adopt_optimizer(o)
+    for o in [optimizer] if optimizer is not None else around.values():
+        if isinstance(o, torch.optim.Optimizer):
+            tracer.adopt_optimizer(o)
+    return run(tracer, step)[0]
 
 
 def surroundings(step: Callable) -> dict[str, Any]:
-    """What a function refers to: closure, globals, bound self, partial arguments."""
+    """What a function refers to: its closure, its globals, the object it is bound to, partial arguments."""
     if isinstance(step, functools.partial):
-        return {**{f"argument{i}": a for i, a in enumerate(step.args)}, **step.keywords, **surroundings(step.func)}
-    owner = getattr(step, "__self__", None)
-    found = dict(getattr(owner, "__dict__", {}))
+        return {**surroundings(step.func), **{f"argument{i}": a for i, a in enumerate(step.args)}, **step.keywords}
     function = inspect.unwrap(getattr(step, "__func__", step))
-    if inspect.isfunction(function):
-        scope = inspect.getclosurevars(function)
-        found |= {**scope.globals, **scope.nonlocals}
-    return found
-
-
-def trace(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
-    """Run ``step`` once under ``tracer`` and report on everything that should be finite afterwards."""
-    result, exception = None, None
-    with torch.compiler.set_stance("force_eager"):
-        try:
-            with tracer:
-                result = step()
-        except Exception as error:
-            exception = error
-            tracer.abandoned(error)
-    for name, value in numbered(result):
-        tracer.sink(name, value) if isinstance(value, Tensor) else tracer.sink_number(name, value)
-    tracer.sink_state()
-    return Report.of(tracer, exception), result
-
-
-def numbered(result: Any) -> list[tuple[str, Any]]:
-    """The leaves of what the step returned: scalars are losses and metrics, larger tensors are 'values'."""
-    if isinstance(result, Mapping):
-        pairs = [(f"result[{k!r}]", leaf) for k, v in result.items() for leaf in tree_leaves(v)]
-    else:
-        pairs = [("the result", leaf) for leaf in tree_leaves(result)]
-    large = lambda v: isinstance(v, Tensor) and v.numel() > 1
-    return [
-        (f"values in {n}" if large(v) else n, v) for n, v in pairs if isinstance(v, (Tensor, float)) and not is_fine(v)
-    ]
-
-
-def is_fine(value: Tensor | float) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+    scope = inspect.getclosurevars(function) if inspect.isfunction(function) else None
+    owner = dict(getattr(getattr(step, "__self__", None), "__dict__", {}))
+    return {**owner, **scope.globals, **scope.nonlocals} if scope else owner

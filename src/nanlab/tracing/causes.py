@@ -1,68 +1,123 @@
 """What a birth means: a closed list of causes, one row each, tried from top to bottom on the inputs of the operation.
 
-A row's test sees a ``Birth``: the operation, its inputs while they are still there, its output, and which elements are
-newly bad. The texts are what a report prints; ``lesson`` is the stem of the notebook that reproduces the cause.
+A row is a function with ``@row(name, operations, lesson)``: it looks at a ``Birth`` (the operation, its inputs while they are
+still there, its output, which elements are newly bad) and says whether the cause fits. The first paragraph of its text
+explains, the second advises: that is what a report prints. ``lesson`` is the stem of the notebook that reproduces the cause.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)
-LARGEST_RERUN = 1 << 22  # elements; beyond this an overflow is not computed again in float64
+LARGEST_RERUN = 1 << 22  # elements; a larger operation that overflowed is not done again in float64
+SOFTMAX = r"softmax|logsumexp|attention"
+DIVISION = r"^(_foreach_)?(div|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
+PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
+LOGARITHM = r"^(_foreach_)?(log|log2|log10|log1p|logit|xlogy|_log_softmax|log_sigmoid_forward)_?$"
 
 
+# -- numbers ------------------------------------------------------------------------------------------------------------
+def is_float(t: object) -> bool:
+    return isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.device.type != "meta"
+
+
+def plain(t: Tensor) -> Tensor:
+    """The numbers of ``t`` as a strided, real tensor."""
+    t = t.detach()
+    t = t._values() if t.layout is torch.sparse_coo else t.to_dense() if t.layout is not torch.strided else t
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def bad(t: Tensor) -> str:
+    """'' | 'inf' | '-inf' | 'nan': the worst value in ``t``. One sum if healthy; as that may overflow, look twice if not."""
+    if t.layout is not torch.strided or t.is_complex() or t.element_size() == 1:
+        t = plain(t).float()
+    if t.numel() == 0 or math.isfinite(t.sum().item()):
+        return ""
+    low, high = (v.item() for v in torch.aminmax(t))
+    return "nan" if high != high else "inf" if high == math.inf else "-inf" if low == -math.inf else ""
+
+
+def bad_mask(t: Tensor) -> Tensor:
+    return ~torch.isfinite(plain(t))
+
+
+def span(t: Tensor) -> str:
+    """Shape, dtype, range of the finite values, and how many are zero, inf or NaN."""
+    t = plain(t)
+    text, good = f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}", t[torch.isfinite(t)]
+    if good.numel():
+        text += " in [{:.3g}, {:.3g}]".format(*(v.item() for v in torch.aminmax(good)))
+    counts = {"zero": (t == 0).sum(), "inf": torch.isinf(t).sum(), "nan": torch.isnan(t).sum()}
+    return text + "".join(f", {int(n)} {name}" for name, n in counts.items() if n) + ", empty" * (t.numel() == 0)
+
+
+# -- one operation whose output went bad --------------------------------------------------------------------------------
 @dataclass
 class Birth:
     """One operation with a newly non-finite output. ``inputs``: (argument, tensor, '' or its kind before the operation)."""
 
     op: str
-    kind: str
     func: Callable
-    out: Tensor
-    inputs: list[tuple[str, Tensor, str]]
-    args: tuple = ()
-    kwargs: dict = field(default_factory=dict)
-    phase: str = "forward"
+    args: tuple
+    kwargs: dict
+    out: Tensor = None
+    kind: str = ""
+    inputs: list[tuple[str, Tensor, str]] = field(default_factory=list)
+    phase: str = ""
     native: bool = False  # autograd's own backward, not Python code
-    fresh: Tensor | None = None  # which output elements, where inputs and outputs correspond one to one
+    fresh: Tensor | None = None  # which output elements are new, where inputs and outputs correspond one to one
     counted: Callable[[Tensor], bool] = lambda t: False  # is it the sum that counts what was selected?
     eps: object = None  # of the optimizer that is stepping
 
+    def named(self) -> dict[str, object]:
+        schema = getattr(self.func, "_schema", None)
+        names = [a.name for a in schema.arguments] if schema else [f"argument {i}" for i in range(len(self.args))]
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.named().items():
+            yield from ((name, x) for x in (value if isinstance(value, (list, tuple)) else [value]) if is_float(x))
+
+    def aligned(self, i: int, outputs: int) -> Birth:
+        """In a ``_foreach_*`` call, the i-th output comes from the i-th entry of every list."""
+        if not self.op.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp")):
+            return replace(self)
+        count = max((len(v) for v in self.args if isinstance(v, (list, tuple))), default=1)
+        pick = lambda v: [v[i % count]] if isinstance(v, (list, tuple)) and len(v) == count else v
+        return replace(self, args=tuple(map(pick, self.args)), kwargs={k: pick(v) for k, v in self.kwargs.items()})
+
     def get(self, *names: str) -> object:
-        """The argument of one of these names: a tensor or a number."""
-        for name, x, _ in self.inputs:
-            if name in names:
-                return x
-        schema = [a.name for a in self.func._schema.arguments] if hasattr(self.func, "_schema") else []
-        return next(
-            (v for n, v in {**dict(zip(schema, self.args, strict=False)), **self.kwargs}.items() if n in names), None
-        )
+        """The argument of one of these names: a tensor or a number, the first entry of a list."""
+        value = next((v for n, v in self.named().items() if n in names), None)
+        return value[0] if isinstance(value, (list, tuple)) and value else value
 
     @property
-    def denominator(self) -> object:
-        return (
-            self.get("other", "tensor2", "scalars")
-            if re.search("div|remainder|fmod", self.op)
-            else self.get("self", "x")
+    def pointwise(self) -> bool:
+        """Does each element of the output come from one element of every bad input?"""
+        fits = lambda x: (
+            x.dim() <= self.out.dim()
+            and all(a in (1, b) for a, b in zip(reversed(x.shape), reversed(self.out.shape), strict=False))
         )
+        return torch.Tag.pointwise in getattr(self.func, "tags", ()) and all(fits(x) for _, x, k in self.inputs if k)
 
-    def zero(self, value: object, at: float = 0.0) -> bool:
-        """Is ``value`` equal to ``at`` where the output went bad (anywhere, if places do not correspond)?"""
-        if isinstance(value, (int, float)):
-            return value == at
-        if isinstance(value, (list, tuple)):
-            return any(isinstance(v, (int, float)) and v == at for v in value)
-        if not isinstance(value, Tensor):
-            return False
-        hit = value == at
-        return bool((hit & self.fresh).any() if self.fresh is not None else hit.any())
+    @property
+    def divides_by_zero(self) -> bool:
+        names = ("other", "tensor2", "scalars") if re.search("div|remainder|fmod", self.op) else ("self",)
+        return bool(re.search(DIVISION, self.op)) and self.zero(self.get(*names))
+
+    def zero(self, value: object) -> bool:
+        """Is ``value`` 0 where the output went bad (anywhere, if places do not correspond)?"""
+        if isinstance(value, Tensor):
+            return bool(((value == 0) & self.fresh if self.fresh is not None else value == 0).any())
+        return isinstance(value, (int, float)) and value == 0
 
     @property
     def from_finite(self) -> bool:
@@ -71,230 +126,213 @@ class Birth:
     @property
     def literal(self) -> str:
         """'nan', 'inf' or '': a non-finite number written as an argument."""
-        numbers = [
-            v for a in (*self.args, *self.kwargs.values()) for v in (a if isinstance(a, (list, tuple)) else (a,))
-        ]
-        bad = [v for v in numbers if isinstance(v, float) and not math.isfinite(v)]
-        return "nan" if any(v != v for v in bad) else "inf" if bad else ""
+        values = [v for a in self.named().values() for v in (a if isinstance(a, (list, tuple)) else (a,))]
+        numbers = [v for v in values if isinstance(v, float) and not math.isfinite(v)]
+        return "nan" if any(v != v for v in numbers) else "inf" if numbers else ""
 
-    def empty(self) -> bool:
-        """Nothing was selected: no elements, no counted target, or zero over a count of zero."""
-        first = self.inputs[0][1] if self.inputs else self.out
-        if first.numel() == 0 or (math.prod(first.shape) // max(self.out.numel(), 1) == 0):
-            return True
-        if self.op.startswith("nll_loss"):
-            target, ignored = self.get("target"), self.get("ignore_index")
-            weight = self.get("weight")
-            seen = target[target != ignored]
-            return seen.numel() == 0 or (weight is not None and not weight[seen].any())
-        if self.op != "div":
-            return False
-        top, bottom = self.get("self"), self.get("other")
-        if isinstance(bottom, Tensor):
-            return self.counted(bottom) and top.numel() == bottom.numel() and self.zero(bottom)
-        return top.numel() == 1 and self.zero(bottom) and self.zero(top)
-
-    def masked_row(self) -> bool:
-        """A row of scores that is all −inf, or an attention mask that allows nothing."""
-        mask = self.get("attn_mask", "attn_bias")
-        if isinstance(mask, Tensor):
-            shut = ~mask if mask.dtype is torch.bool else mask.isneginf()
-            return bool(shut.all(-1).any())
-        x, dim = self.get("self", "input"), self.get("dim")
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.numel() == 0:
-            return False
-        dims = dim if isinstance(dim, (list, tuple)) else [-1 if dim is None else dim]
-        return any(bool(x.isneginf().all(d).any()) for d in dims)
-
-    def flat(self) -> bool:
-        """A spread of nothing: one value, or equal values, where the operation divides by it."""
-        x = self.get("self", "input")
-        return isinstance(x, Tensor) and (self.op.startswith(("var", "std")) or "norm" in self.op) and not self.huge(x)
-
-    def huge(self, x: Tensor) -> bool:
-        return bool(x.numel()) and x.detach().abs().max().double().item() ** 2 * x.numel() > torch.finfo(x.dtype).max
-
+    @property
     def has_inf(self) -> bool:
-        return any("inf" in kind for _, _, kind in self.inputs) or self.literal == "inf"
+        return self.kind == "nan" and (any("inf" in kind for _, _, kind in self.inputs) or self.literal == "inf")
 
-    def reached(self) -> str:
+    @property
+    def huge(self) -> bool:
+        """Are the finite inputs so large that their squares add up to more than the dtype holds?"""
+        peak = lambda x: plain(x).abs().max().double().item() ** 2 * x.numel() > torch.finfo(x.dtype).max
+        return any(x.numel() and not kind and peak(x) for _, x, kind in self.inputs)
+
+    def was_bad_before(self, t: Tensor) -> bool:
+        """An in-place operation, done again on zeros: if that is finite, the bad number was there before."""
+        zero = torch.zeros_like(t)
+        swap = lambda v: zero if v is t else [swap(u) for u in v] if isinstance(v, (list, tuple)) else v
+        self.func(*map(swap, self.args), **self.kwargs)
+        return not bad(zero)
+
+    def excess(self) -> str:
         """How far past the largest number of the dtype, by doing the operation again in float64."""
-        limit = torch.finfo(self.out.dtype).max
-        text = f"The largest {str(self.out.dtype).removeprefix('torch.')} is {limit:.5g}"
-        if sum(x.numel() for _, x, _ in self.inputs) > LARGEST_RERUN or self.op.startswith("_fused"):
-            return text + "."
+        limit, value = torch.finfo(self.out.dtype).max, None
+        wide = lambda v: v.double() if is_float(v) else v
         if self.op == "_to_copy":
-            value = self.inputs[0][1].double()
-        else:
-            wide = lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-            inplace = self.op.endswith("_") or self.func is None or self.op.startswith("_foreach")
+            value = self.get("self").double()
+        elif (
+            sum(x.numel() for _, x, _ in self.inputs) <= LARGEST_RERUN
+            and not self.op.startswith("_f")
+            and self.op[-1] != "_"
+        ):
             try:
-                value = None if inplace else self.func(*map(wide, self.args), **self.kwargs)
-            except (RuntimeError, TypeError, NotImplementedError):  # no float64 kernel: the limit alone is still true
+                value = self.func(*map(wide, self.args), **self.kwargs)
+            except (RuntimeError, TypeError):  # no float64 kernel: the limit alone is still true
                 value = None
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return text + "."
-        value = value.abs()
-        if not torch.isfinite(value).all():
-            return text + "; even float64 (1.8e+308) is not enough here."
-        top = value.max().item()
-        return text + f"; the result would be {top:.3g}, {top / limit:.3g} times that."
+        top = value.abs().max().item() if is_float(value) and value.numel() else math.nan
+        reached = f"; the result would be {top:.3g}, {top / limit:.3g} times that" if limit < top < math.inf else ""
+        return f"The largest {str(self.out.dtype).removeprefix('torch.')} is {limit:.5g}{reached}."
 
 
+# -- the table ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Cause:
-    """One row: which operations, which test on their inputs, and what to say."""
+    """One row: which operations (a regular expression), which test on their inputs, and what to say."""
 
     name: str
-    ops: str  # a regular expression on the operation's name
+    operations: str
+    lesson: str
     test: Callable[[Birth], bool]
     explain: str
     advice: str
-    lesson: str
 
 
-SOFTMAX = r"softmax|logsumexp|attention"
-DIVIDES = r"^(_foreach_)?(div|true_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
-NEVER = r"(?!)"
-ADVICE_EDGE = (
-    "Keep the dangerous value out of the function *before* it is called (x = torch.where(ok, x, 1.0), or clamp_min), not "
-    "out of its result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, norm."
-)
-TABLE = (
-    Cause(
-        "optimizer_underflow",
-        DIVIDES,
-        lambda b: b.phase == "optimizer" and b.zero(b.denominator),
-        "The optimizer divides by √v + eps, and both came out as exactly 0 in the dtype of its state.",
-        "Keep the weights that the optimizer sees in float32 (mixed precision), or use bfloat16, or the fused optimizer, "
-        "or an eps that the dtype can hold (1e-4 in float16).",
-        "06_fp16_overflow",
-    ),
-    Cause(
-        "masked_row",
-        SOFTMAX,
-        lambda b: b.masked_row(),
-        "A softmax over a row in which everything is masked: all scores are −inf, so it divides 0 by 0.",
-        "Let every row see at least one position (itself, or the first), or fill with torch.finfo(dtype).min instead of −inf "
-        "and drop the row's output; look for rows that are only padding.",
-        "05_unk_pad",
-    ),
-    Cause(
-        "empty_mean",
-        r"mean|median|nll_loss|var|std|^div|quantile|sum",
-        lambda b: b.kind == "nan" and b.empty(),
-        "A mean over nothing: no element was selected, so the sum 0 is divided by the count 0.",
-        "Leave the empty row or batch out, and weigh by the number of tokens (sum of losses / max(count, 1)); find out why "
-        "nothing was selected: a prompt that fills max_length, labels that are all −100, a mask that is all zero.",
-        "03_empty_batch",
-    ),
-    Cause(
-        "gradient_at_edge",
-        r"",
-        lambda b: (
-            b.native
-            and b.from_finite
-            and (b.kind == "nan" or (bool(re.match(DIVIDES, b.op)) and b.zero(b.denominator)))
-        ),
-        "The value is finite, but the slope is not: the function stands at an edge of its domain (√0, log 0, 0/0, …), "
-        "where its derivative is infinite or undefined.",
-        ADVICE_EDGE,
-        "04_log_of_zero",
-    ),
-    Cause(
-        "zero_over_zero",
-        DIVIDES + r"|^var|^std|norm",
-        lambda b: b.kind == "nan" and b.from_finite and (b.flat() or b.zero(b.denominator)),
-        "0 divided by 0: numerator and denominator are zero at the same place, as with the spread of equal values.",
-        "Treat the degenerate group apart (its advantage is 0), rather than adding a tiny eps: eps turns rounding noise into "
-        "full-size signals. A std of one element needs correction=0 or must be left out.",
-        "02_zero_std",
-    ),
-    Cause(
-        "division_by_zero",
-        DIVIDES,
-        lambda b: "inf" in b.kind and b.zero(b.denominator),
-        "A number other than 0 is divided by 0.",
-        "Find out why the denominator is 0; clamp it to a smallest sensible value, or leave those rows out.",
-        "02_zero_std",
-    ),
-    Cause(
-        "log_of_zero",
-        r"^(_foreach_)?(log|log2|log10|log1p|logit|special_log\w*|xlogy|_log_softmax|logsigmoid|log_sigmoid\w*)_?$",
-        lambda b: not any(k == "nan" for _, _, k in b.inputs),
-        "The logarithm of 0 (or less): a probability has underflowed to 0, or was 0 from the start.",
-        "Stay in log space: log_softmax and logsigmoid instead of log(softmax) and log(sigmoid), logsumexp instead of log(sum); "
-        "for log(1 − p) use log1mexp. Do not only add an eps: it changes the gradient.",
-        "04_log_of_zero",
-    ),
-    Cause(
-        "zero_times_inf",
-        r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|matmul|linear|lerp|addcmul|cumprod|prod|convolution)|einsum|_rms_norm",
-        lambda b: b.kind == "nan" and b.has_inf(),
-        "0 times inf: a mask that multiplies does not remove an infinite value, it makes NaN out of it.",
-        "Select instead of multiplying: torch.where(mask, x, 0), masked_fill, or index the valid entries.",
-        "04_log_of_zero",
-    ),
-    Cause(
-        "inf_minus_inf",
-        r"",
-        lambda b: b.kind == "nan" and b.has_inf(),
-        "inf minus inf: two infinite numbers of opposite sign meet in a sum, a difference, a mean or a normalisation.",
-        "Find the inf that came first (see the story); bound the values before they are subtracted.",
-        "01_inf_and_nan",
-    ),
-    Cause(
-        "overflow",
-        r"^(?!a?cosh?$|a?sinh?$|a?tan$|sqrt|erfinv|log)",
-        lambda b: b.from_finite and (b.kind != "nan" or any(x.numel() and b.huge(x) for _, x, _ in b.inputs)),
-        "The result is larger than the dtype can hold.",
-        "In half precision: do this operation in float32 or use bfloat16. In float32: bound the argument (exp of a clamped "
-        "difference), lower the learning rate or the loss scale, clip the gradients before they are inf.",
-        "06_fp16_overflow",
-    ),
-    Cause(
-        "bad_input",
-        NEVER,
-        lambda b: False,
-        "It was already there in what the step was given.",
-        "Find the rows in the data and clean or drop them before training; check the numbers where they are made (rewards, "
-        "features, cached log-probs).",
-        "07_learning_rate_and_dirty_data",
-    ),
-    Cause(
-        "bad_state",
-        NEVER,
-        lambda b: False,
-        "It was already there before the step: in the parameters, the buffers, or the optimizer.",
-        "Go back to a checkpoint from before it broke; look at every tensor of what you load, at layers that are never "
-        "initialised, and at the running statistics. A bad learning rate comes from the schedule.",
-        "07_learning_rate_and_dirty_data",
-    ),
-    Cause(
-        "unknown",
-        r"",
-        lambda b: True,
-        "No row of the table fits. NaN from finite numbers is most often a function outside its domain (√ of a negative "
-        "number, acos beyond 1).",
-        "Look at the ranges of the inputs below, and at what the operation's documentation says about them.",
-        "08_locate",
-    ),
-)
-CAUSES = {row.name: row for row in TABLE}
+CAUSES: dict[str, Cause] = {}
+
+
+def row(name: str, operations: str, lesson: str) -> Callable:
+    def add(test: Callable[[Birth], bool]) -> Callable:
+        explain, advice = (" ".join(part.split()) for part in inspect.getdoc(test).split("\n\n"))
+        CAUSES[name] = Cause(name, operations, lesson, test, explain, advice)
+        return test
+
+    return add
 
 
 def diagnose(birth: Birth) -> tuple[str, str]:
     """The first row that fits, and what can be said in numbers."""
-    row = next(row for row in TABLE if re.search(row.ops, birth.op) and row.test(birth))
-    if row.name == "overflow":
-        return row.name, birth.reached()
-    if row.name == "optimizer_underflow":
-        dtype = birth.out.dtype
-        held = torch.tensor(float(birth.eps), dtype=dtype).item() if birth.eps is not None else math.nan
-        return (
-            row.name,
-            f"eps is {birth.eps}, which {str(dtype).removeprefix('torch.')} holds as {held:.3g}."
-            if held == held
-            else "",
-        )
-    return row.name, ""
+    name = next(c.name for c in CAUSES.values() if re.search(c.operations, birth.op) and c.test(birth))
+    if name == "overflow":
+        return name, birth.excess()
+    if name == "optimizer_underflow" and isinstance(birth.eps, (int, float, Tensor)):
+        held, dtype = torch.tensor(float(birth.eps), dtype=birth.out.dtype).item(), str(birth.out.dtype)
+        return name, f"eps is {float(birth.eps):g}, which {dtype.removeprefix('torch.')} holds as {held:.3g}."
+    return name, ""
+
+
+@row("optimizer_underflow", DIVISION, "06_fp16_overflow")
+def _(b: Birth) -> bool:
+    """The optimizer divides by √v + eps, and both came out as exactly 0 in the dtype of its state.
+
+    Keep the weights that the optimizer sees in float32 (mixed precision), or use bfloat16, or the fused optimizer, or an eps
+    that the dtype can hold (1e-4 in float16).
+    """
+    return b.phase == "optimizer" and b.divides_by_zero
+
+
+@row("masked_row", SOFTMAX, "05_unk_pad")
+def _(b: Birth) -> bool:
+    """A softmax over a row in which everything is masked: all scores are −inf, so it divides 0 by 0.
+
+    Let every row see at least one position (itself, or the first), or fill with torch.finfo(dtype).min instead of −inf and
+    drop the row's output; look for rows that are only padding.
+    """
+    mask, x, dim = b.get("attn_mask", "attn_bias"), b.get("self"), b.get("dim")
+    if isinstance(mask, Tensor):
+        return bool((~mask if mask.dtype is torch.bool else mask.isneginf()).all(-1).any())
+    return isinstance(x, Tensor) and x.numel() > 0 and bool(x.isneginf().all(-1 if dim is None else dim).any())
+
+
+@row("empty_mean", r"mean|median|quantile|nll_loss|var|std|^div", "03_empty_batch")
+def _(b: Birth) -> bool:
+    """A mean over nothing: no element was selected, so the sum 0 is divided by the count 0.
+
+    Leave the empty row or batch out, and weigh by tokens (sum of losses / max(count, 1)); find out why nothing was selected:
+    a prompt that fills max_length, labels that are all −100, a mask that is all zero.
+    """
+    x, other, target = b.get("self"), b.get("other"), b.get("target")
+    if target is not None:
+        weight, seen = b.get("weight"), target[target != b.get("ignore_index")]
+        return b.from_finite and (seen.numel() == 0 or (weight is not None and not weight[seen].any()))
+    if b.op != "div":
+        return isinstance(x, Tensor) and (x.numel() == 0)
+    counted = b.counted(other) and x.numel() == other.numel() if isinstance(other, Tensor) else x.numel() == 1
+    return b.kind == "nan" and counted and b.zero(other) and not b.native
+
+
+@row("gradient_at_edge", r"", "04_log_of_zero")
+def _(b: Birth) -> bool:
+    """The value is finite but its slope is not: the function stands at an edge of its domain (√0, log 0, 0/0, acos 1).
+
+    Keep the dangerous value out of the function before it is called (x = torch.where(ok, x, 1.0), or clamp), not out of its
+    result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm.
+    """
+    return b.native and b.phase == "backward" and b.from_finite and (b.kind == "nan" or b.divides_by_zero)
+
+
+@row("zero_over_zero", DIVISION + r"|^var|^std|norm", "02_zero_std")
+def _(b: Birth) -> bool:
+    """0 divided by 0: numerator and denominator are zero at the same place, as with the spread of equal values.
+
+    Treat the degenerate group apart (its advantage is 0) rather than adding a tiny eps, which turns rounding noise into
+    full-size signals. The std of one element needs correction=0, or must be left out.
+    """
+    spread = bool(re.search(r"^var|^std|norm", b.op)) and not b.huge
+    return b.kind == "nan" and b.from_finite and (spread or b.divides_by_zero)
+
+
+@row("division_by_zero", DIVISION, "02_zero_std")
+def _(b: Birth) -> bool:
+    """A number other than 0 is divided by 0.
+
+    Find out why the denominator is 0; clamp it to the smallest value that makes sense, or leave those rows out.
+    """
+    return b.kind != "nan" and b.divides_by_zero
+
+
+@row("log_of_zero", LOGARITHM, "04_log_of_zero")
+def _(b: Birth) -> bool:
+    """The logarithm of 0 or less: a probability has underflowed to 0, or was 0 from the start.
+
+    Stay in log space: log_softmax and logsigmoid instead of log(softmax) and log(sigmoid), logsumexp instead of log(sum), and
+    for log(1 − p) a log1mexp. An added eps only moves the problem into the gradient.
+    """
+    return not any(kind == "nan" for _, _, kind in b.inputs)
+
+
+@row("zero_times_inf", PRODUCT, "04_log_of_zero")
+def _(b: Birth) -> bool:
+    """0 times inf: a mask that multiplies does not remove an infinite value, it makes a NaN of it.
+
+    Select instead of multiplying: torch.where(mask, x, 0), masked_fill, or index the valid entries.
+    """
+    return b.has_inf
+
+
+@row("inf_minus_inf", r"", "01_inf_and_nan")
+def _(b: Birth) -> bool:
+    """Infinite numbers of opposite sign meet in a sum, a difference, a mean or a normalisation.
+
+    Find the inf that came first (see the story), and bound the values before they are subtracted.
+    """
+    return b.has_inf
+
+
+@row("overflow", r"^(?!acos|asin|atanh|acosh|sqrt|erfinv|log)", "06_fp16_overflow")
+def _(b: Birth) -> bool:
+    """The result is larger than the dtype can hold.
+
+    In half precision: do this operation in float32, or use bfloat16. In float32: bound the argument (exp of a clamped
+    difference), lower the learning rate or the loss scale, clip gradients before they are inf.
+    """
+    return b.from_finite and (b.kind != "nan" or b.huge)
+
+
+@row("bad_input", r"(?!)", "07_learning_rate_and_dirty_data")
+def _(b: Birth) -> bool:
+    """It was already there in what the step was given.
+
+    Find the rows in the data and clean or drop them before training; check the numbers where they are made: rewards,
+    features, cached log-probs.
+    """
+
+
+@row("bad_state", r"(?!)", "07_learning_rate_and_dirty_data")
+def _(b: Birth) -> bool:
+    """It was already there before the step, in the parameters, the buffers or the optimizer.
+
+    Go back to a checkpoint from before it broke; look at every tensor of what you load, at layers that are never initialised,
+    and at running statistics. A bad learning rate comes from its schedule.
+    """
+
+
+@row("unknown", r"", "08_locate")
+def _(b: Birth) -> bool:
+    """No row of the table fits. NaN from finite numbers is mostly a function outside its domain: √ of less than 0, acos of 2.
+
+    Look at the ranges of the inputs, and at what the documentation of the operation says about them.
+    """
+    return True

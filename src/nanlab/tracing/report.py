@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from html import escape
 
 from nanlab.tracing.causes import CAUSES
 from nanlab.tracing.tracer import Event, Tracer
 
+CARD = (  # the colours come from the page, so that the card is readable on a light and on a dark one
+    "<section style='border:1px solid currentColor;border-left:6px solid {};border-radius:4px;padding:.6em 1em;max-width:60em;"
+    "color:inherit;background:transparent'><h4 style='margin:0'>{}</h4><dl style='margin:0;overflow-wrap:anywhere'>{}</dl></section>"
+)  # fmt: skip
+ITEM = "<dt style='font-weight:600;margin-top:.5em'>{}</dt><dd style='margin:0 0 0 1em'>{}</dd>"
+NOTHING = "No non-finite number reached the result, the gradients, the parameters or the optimizer state."
+
 
 @dataclass
 class Report:
     """The first non-finite number that reached something that matters, or ``found = False``.
 
-    ``cause``: one of the closed list in ``nanlab.tracing.causes.CAUSES``. ``kind``: "nan" or "inf", as it was born.
-    ``phase``: "data", "state", "forward", "backward" or "optimizer". ``op``: the operation, or the name of the tensor that
-    was bad on arrival. ``source``: "file.py:12", the innermost line of the user's own code; ``library``: the innermost line
-    of a library, when the fault is in there. ``rows``: rows of the tensor's first dimension, which is the batch for data
-    and activations. ``others``: further independent births, earliest first. ``exception``: what the step raised, if it did.
+    ``cause``: one of the closed list ``nanlab.tracing.causes.CAUSES``. ``kind``: "nan" or "inf", as it was born. ``phase``:
+    "data", "state", "forward", "backward" or "optimizer". ``op``: the operation, or the name of the tensor that was bad on
+    arrival. ``module``: qualified name; for a gradient, of the forward operation. ``source``: "file.py:12", the innermost line
+    of the user's own code; ``library``: the innermost line of a library, when the fault is in there, else "". ``rows``:
+    indices into the first dimension of the bad tensor (the batch, for data and activations). ``others``: further independent
+    births, earliest first. ``exception``: what the step raised, if it did. ``growth``: the largest |parameter| before each
+    optimizer step up to the birth, and now. ``batch``, ``texts``: from a trainer, which batch and its bad rows' text.
     """
 
     found: bool = False
@@ -37,133 +45,100 @@ class Report:
     lesson: str = ""
     others: list[Report] = field(default_factory=list)
     exception: BaseException | None = None
-    growth: list[float] = field(default_factory=list)  # largest |parameter| before each optimizer step, and at the end
-    batch: int | None = None  # of a trainer's run, from 0
-    texts: dict[int, str] = field(default_factory=dict)  # row of the batch → its decoded text
-    notes: list[str] = field(default_factory=list)
+    growth: list[float] = field(default_factory=list)
+    batch: int | None = None
+    texts: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tracer: Tracer, exception: BaseException | None = None) -> Report:
         """The verdict: the earliest root among everything that reached a sink."""
-        reached = [
-            (name, event)
-            for name, events in tracer.sinks.items()
-            for event in events
-            if not excused(name, event, tracer)
-        ]
-        notes = ["Compiled regions ran eagerly; what only a fused kernel does is not seen."] * tracer.compiled
+        reached = [(name, e) for name, events in tracer.sinks.items() for e in events if not excused(name, e, tracer)]
         if not reached:
-            return cls(exception=exception, notes=notes)
-        roots = sorted({id(e.root()): e.root() for _, e in reached}.values(), key=lambda e: e.n)
-        first, seen = roots[0], {place(roots[0])}
-        others = [e for e in roots[1:] if not (place(e) in seen or seen.add(place(e)))]
-        report = cls.from_event(first, [(name, e) for name, e in reached if e.root() is first])
-        report.others = [cls.from_event(e, [(name, x) for name, x in reached if x.root() is e]) for e in others]
-        report.exception, report.notes = exception, notes
-        report.growth = [*tracer.growth, tracer.largest()] if tracer.growth else []
+            return cls(exception=exception)
+        roots = sorted({e.root() for _, e in reached}, key=lambda e: e.n)
+        roots = [e for e in roots if not e.deliberate] or roots
+        places = {place(e): e for e in reversed(roots)}  # the earliest of each place
+        reports = [cls.about(e, reached) for e in roots if places[place(e)] is e]
+        report, report.others, report.exception = reports[0], reports[1:], exception
+        report.growth = [v for n, v in tracer.growth if n <= roots[0].n] + [tracer.largest()] * bool(tracer.growth)
         return report
 
     @classmethod
-    def from_event(cls, e: Event, reached: list[tuple[str, Event]]) -> Report:
-        row, site = CAUSES[e.cause], e.site
-        names = [name for name, _ in reached]
-        tail = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        story = [sentence(step) for step in path(e, reached[0][1])] + [f"It surfaced in {', '.join(names[:3])}{tail}."]
+    def about(cls, e: Event, reached: list[tuple[str, Event]]) -> Report:
+        names = list(dict.fromkeys(name for name, event in reached if event.root() is e))
+        last = next(event for _, event in reached if event.root() is e)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        story = [*map(sentence, path(e, last)), f"It surfaced in {', '.join(names[:3])}{more}."]
+        row = CAUSES[e.cause]
         return cls(
-            found=True, cause=e.cause, kind=e.kind, phase=site.phase, op=site.op, module=site.module, source=site.source,
-            library=site.library, rows=e.rows, explanation=f"{row.explain} {e.detail}".strip(), story=story, inputs=e.inputs,
-            advice=row.advice, lesson=row.lesson,
+            True, e.cause, e.kind, e.phase, e.op, e.module, e.source, e.library, e.rows, f"{row.explain} {e.detail}".strip(),
+            story, e.inputs, row.advice, row.lesson,
         )  # fmt: skip
 
     @property
     def headline(self) -> str:
         where = f"{self.op} in {self.module}" if self.module else self.op
-        return f"{self.cause}: {self.kind} born in {self.phase}, {where}, at {self.source or self.library or 'an unknown line'}"
+        return (
+            f"{self.cause}: {self.kind} in {self.phase}, {where}, at {self.source or self.library or 'an unknown line'}"
+        )
 
-    def lines(self) -> list[tuple[str, list[str]]]:
+    def items(self) -> list[tuple[str, list[str]]]:
         """(title, paragraphs): the one content behind text and card."""
-        if not self.found:
-            body = [
-                ("", ["No non-finite number reached the result, the gradients, the parameters or the optimizer state."])
-            ]
-        else:
-            steps = max(len(self.growth) - 1, 0)
-            grew = steps and self.growth[-1] > 10 * self.growth[0]
-            growth = [
-                f"{' → '.join(f'{g:.3g}' for g in self.growth[-6:])} (largest |parameter|, {steps} steps)"
-            ] * bool(grew)
-            rows = f"{self.rows[:8]}{'…' if len(self.rows) > 8 else ''}" if self.rows else ""
-            batch = f"batch {self.batch}" if self.batch is not None else ""
-            found_in = [", ".join(filter(None, [batch, rows and f"rows {rows}"]))] * bool(rows or batch)
-            others = (
-                [f"{len(self.others)} further, independent:", *(o.headline for o in self.others)] if self.others else []
-            )
-            body = [
-                ("What", [self.explanation]),
-                ("Library", [self.library] * bool(self.library)),
-                ("Where in the data", found_in + [f"row {r}: {t}" for r, t in self.texts.items()]),
-                ("Story", self.story),
-                ("Inputs", self.inputs),
-                ("Growth", growth),
-                ("Advice", [self.advice]),
-                ("Lesson", [f"notebooks/{self.lesson}.ipynb"]),
-                ("Others", others),
-            ]
-        raised = [f"{type(self.exception).__name__}: {self.exception}"] if self.exception is not None else []
-        return [(t, p) for t, p in [*body, ("The step raised", raised), ("Note", self.notes)] if p]
+        growth, others = " → ".join(f"{g:.3g}" for g in self.growth[-6:]), [o.headline for o in self.others]
+        batch = [f"batch {self.batch}"] if self.batch is not None else []
+        rows = [f"rows {', '.join(map(str, self.rows[:8]))}{', …' if len(self.rows) > 8 else ''}"] if self.rows else []
+        items = {
+            "What": [self.explanation if self.found else NOTHING],
+            "In the library": [self.library],
+            "Rows": [", ".join(batch + rows), *(f"row {r}: {text}" for r, text in self.texts.items())],
+            "Story": self.story,
+            "Inputs": self.inputs,
+            "Largest |parameter|": [growth if len(self.growth) > 1 and self.growth[-1] > 10 * self.growth[0] else ""],
+            "Advice": [self.advice],
+            "Lesson": [self.lesson and f"notebooks/{self.lesson}.ipynb"],
+            "Independent of it": [f"{len(others)} more:" if others else "", *others],
+            "The step raised": [f"{type(self.exception).__name__}: {self.exception}" if self.exception else ""],
+        }
+        return [(title, shown) for title, lines in items.items() if (shown := [line for line in lines if line])]
 
     def __str__(self) -> str:
-        out = [self.headline if self.found else "locate: nothing found"]
-        for title, paragraphs in self.lines():
-            pad = f"  {title}: " if title else "  "
-            out += [(pad if i == 0 else " " * len(pad)) + p for i, p in enumerate(paragraphs)]
-        return "\n".join(out)
+        lines = [self.headline if self.found else "locate: nothing found"]
+        for title, (first, *rest) in self.items():
+            lines += [f"  {title}: {first}", *(f"    {line}" for line in rest)]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        color = "#c0392b" if self.found else "#2e8b57"
-        head = self.headline if self.found else "Nothing found"
-        rows = "".join(
-            f"<dt style='font-weight:600;margin-top:.5em'>{escape(title)}</dt>"
-            f"<dd style='margin:0 0 0 1em'>{'<br>'.join(map(escape, paragraphs))}</dd>"
-            for title, paragraphs in self.lines()
-        )
-        return (  # colours come from the page, so the card is readable on a light and on a dark one
-            f"<section style='border:1px solid currentColor;border-left:6px solid {color};border-radius:4px;padding:.6em 1em;"
-            f"max-width:60em;color:inherit;background:transparent'><h4 style='margin:0'>{escape(head)}</h4>"
-            f"<dl style='margin:.3em 0 0 0;overflow-wrap:anywhere'>{rows}</dl></section>"
-        )
+        items = (ITEM.format(escape(title), "<br>".join(map(escape, lines))) for title, lines in self.items())
+        color, head = ("#c0392b", self.headline) if self.found else ("#2e8b57", "Nothing found")
+        return CARD.format(color, escape(head), "".join(items))
 
 
 def excused(name: str, event: Event, tracer: Tracer) -> bool:
     """Values that somebody means to be there, or that something already takes care of."""
     root = event.root()
-    if tracer.scaler_skips and root.cause == "overflow" and (root.site.phase == "backward" or root.scaled):
+    if tracer.scaler_skips and root.cause == "overflow" and (root.phase == "backward" or root.scaled):
         return name.startswith(("gradient", "the loss"))  # GradScaler skips this step and lowers its scale
-    if not name.startswith("values"):
-        return False
-    return root.deliberate or (bool(root.name) and tracer.went_backward)  # a mask, or a sentinel, handed back
+    # a mask or a sentinel handed back among the values
+    return name.startswith("values") and (root.deliberate or (bool(root.name) and tracer.went_backward))
 
 
 def place(e: Event) -> tuple:
-    return (e.site.source, e.site.library, e.site.module, e.name if e.site.phase in ("data", "state") else "")
+    return e.source, e.library, e.module, e.name
 
 
 def path(root: Event, last: Event) -> list[Event]:
-    """From the birth to the event that reached the sink."""
+    """From the birth to the event that reached the sink; before it, what had been put there on purpose."""
     steps = [last]
-    while steps[0] is not root and steps[0].parents:
-        steps.insert(0, next((p for p in steps[0].parents if p.root() is root), steps[0].parents[0]))
-    masks = [p for p in steps[0].parents if p not in steps][:1]
-    return masks + steps
+    while steps[0] is not root:
+        steps.insert(0, next(p for p in steps[0].parents if p.root() is root))
+    return [*root.parents[:1], *steps]
 
 
 def sentence(e: Event) -> str:
-    where = " ".join(filter(None, [e.site.module and f"in {e.site.module}", e.site.source and f"at {e.site.source}"]))
-    amount = f"{e.count} of {math.prod(e.shape)} in {e.shape} {e.dtype}" if e.count else ""
-    if e.site.phase in ("data", "state"):
-        return f"{e.name or e.site.op} was already {e.kind} ({amount or 'a number'}) when it was used {where}."
-    node = f" ({', '.join(filter(None, [e.site.node, e.site.note]))})" if e.site.node or e.site.note else ""
-    verb = "put a deliberate" if e.deliberate else "made"
-    return f"{e.site.phase}: {e.site.op}{node} {verb} {e.kind} ({amount}) {where}."
+    where = " ".join(filter(None, [e.module and f"in {e.module}", e.source and f"at {e.source}"]))
+    if e.phase in ("data", "state"):
+        return f"{e.name} was already {e.kind} ({e.amount or 'a number'}) when it was used {where}."
+    note = f" ({e.note})" if e.note else ""
+    return f"{e.phase}: {e.op}{note} {'put a deliberate' if e.deliberate else 'made'} {e.kind} ({e.amount}) {where}."
