@@ -17,6 +17,7 @@ def quiet() -> None:
     for name in ("transformers", "trl", "accelerate", "peft", "datasets"):
         warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
     warnings.filterwarnings("ignore", message=".*pin_memory")  # on machines without an accelerator
+    warnings.filterwarnings("ignore", message="IProgress not found")  # no bars, so no widgets for them
 
     import datasets
     import transformers
