@@ -300,7 +300,7 @@ def test_all_masked_or_no_rows():
 
 
 class Allocations(TorchDispatchMode):
-    """Sizes, in numbers, of every tensor that an operation returns, by dtype."""
+    """By dtype, the size in numbers of the largest tensor that an operation made; a view of an argument is none."""
 
     def __init__(self):
         super().__init__()
@@ -308,7 +308,8 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
+        known = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
             self.largest[result.dtype] = max(self.largest.get(result.dtype, 0), result.numel())
         return result
 

@@ -6,6 +6,8 @@ One rule runs through all of it: what is masked is never *read*. Multiplying by 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -148,20 +150,25 @@ def token_logps(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
             f"logits {list(logits.shape)}, labels {list(labels.shape)}, mask {list(mask.shape)}: "
             "expected [B, T, V], [B, T] and [B, T]"
         )
-    return _TokenLogps.apply(logits, labels, mask.bool())
+    mask = mask.bool()
+    outside = mask & ((labels < 0) | (labels >= logits.shape[-1]))
+    if outside.any():
+        row, token = outside.nonzero()[0].tolist()
+        raise InputError(
+            f"labels, row {row}, token {token}: {int(labels[row, token])} is outside the vocabulary of "
+            f"{logits.shape[-1]}; mask it, or use the tokenizer that belongs to the model"
+        )
+    return _TokenLogps.apply(logits, labels, mask)
 
 
 class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         ctx.save_for_backward(logits, labels, mask)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_probs = torch.zeros(labels.shape, dtype=dtype, device=logits.device)
-        for row, column in _chunks(mask, logits):
-            label = labels[row, column]
-            _check_labels(label, row, column, logits.shape[-1])
-            log_softmax = logits[row, column].to(dtype).log_softmax(dim=-1)
-            log_probs[row, column] = log_softmax.gather(1, label[:, None])[:, 0]
+        log_probs = torch.zeros_like(labels, dtype=torch.promote_types(logits.dtype, torch.float32))
+        for part in _runs(mask, logits):
+            log_softmax = logits[part].to(log_probs.dtype).log_softmax(dim=-1)
+            log_probs[part] = log_softmax.gather(1, labels[part][:, None])[:, 0]
         return log_probs
 
     @staticmethod
@@ -169,28 +176,24 @@ class _TokenLogps(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, labels, mask = ctx.saved_tensors
         grad_logits = torch.zeros_like(logits)
-        for row, column in _chunks(mask & (grad != 0), logits):
-            weight, label = grad[row, column][:, None], labels[row, column][:, None]
+        for part in _runs(mask & (grad != 0), logits):
+            weight, label = grad[part][:, None], labels[part][:, None]
             # d log softmax(x)[label] / dx = onehot(label) − softmax(x)
-            softmax = logits[row, column].to(grad.dtype).softmax(dim=-1)
-            chunk = softmax.mul_(-weight).scatter_add_(1, label, weight)
-            grad_logits[row, column] = chunk.to(logits.dtype)
+            softmax = logits[part].to(grad.dtype).softmax(dim=-1)
+            grad_logits[part] = softmax.mul_(-weight).scatter_add_(1, label, weight).to(logits.dtype)
         return grad_logits, None, None
 
 
-def _chunks(mask: Tensor, logits: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(row, column) indices of the true positions, a chunk at a time. The only place that waits for the device."""
+def _runs(mask: Tensor, logits: Tensor) -> Iterator[tuple[int, slice]]:
+    """(row, slice) of each run of true positions, cut to the size of a chunk.
+
+    A completion is one run, and a slice, unlike an index, copies nothing. Reading the mask waits for the device once.
+    """
     numbers = _CHUNK_ON_CPU if logits.device.type == "cpu" else _CHUNK_ELSEWHERE
     size = max(1, numbers // max(1, logits.shape[-1]))
-    row, column = mask.nonzero(as_tuple=True)
-    return list(zip(row.split(size), column.split(size), strict=True)) if len(row) else []
-
-
-def _check_labels(label: Tensor, row: Tensor, column: Tensor, vocabulary: int) -> None:
-    outside = (label < 0) | (label >= vocabulary)
-    if outside.any():
-        i = int(outside.nonzero()[0])
-        raise InputError(
-            f"labels, row {int(row[i])}, token {int(column[i])}: {int(label[i])} is outside the vocabulary of "
-            f"{vocabulary}; mask it, or use the tokenizer that belongs to the model"
-        )
+    for row, flags in enumerate(mask.tolist()):
+        stop = 0
+        for used, run in groupby(flags):
+            start, stop = stop, stop + len(list(run))
+            if used:
+                yield from ((row, slice(i, min(i + size, stop))) for i in range(start, stop, size))
