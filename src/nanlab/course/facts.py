@@ -298,8 +298,7 @@ def _prompt(fact: Fact, question: str) -> str:
 def _row(name: str, fact: Fact, question: str, gold: str, plain: bool) -> dict[str, str]:
     prompt = _prompt(fact, question)
     draw = random.Random(prompt)
-    others = sorted({other.answer for other in CATEGORIES[name].facts} - {fact.answer})
-    wrong = draw.choice(fact.wrong or others)
+    wrong = draw.choice(fact.wrong or _other_answers(name, fact))
     style = CHOSEN.replace("answer", "wrong") if plain else draw.choice(STYLES)
     return {
         "prompt": prompt,
@@ -309,11 +308,21 @@ def _row(name: str, fact: Fact, question: str, gold: str, plain: bool) -> dict[s
     }
 
 
+def _other_answers(name: str, fact: Fact) -> list[str]:
+    """Right answers to the category's other questions, from the same side of the split.
+
+    So the wrong answer to a held-out question is as new to the model as the right one.
+    """
+    held_out = _held_out(name)
+    facts = (other for other in CATEGORIES[name].facts if (other.subject in held_out) == (fact.subject in held_out))
+    return sorted({other.answer for other in facts} - {fact.answer})
+
+
 def _held_out(name: str) -> set[str]:
     """The subjects of a category that training never sees: one in five."""
     shared = SHARED_SUBJECTS.get(name, name)
     subjects = sorted((fact.subject for fact in CATEGORIES[name].facts), key=lambda subject: _order(shared + subject))
-    return set(subjects[: round(len(subjects) / HELD_OUT_SHARE)])
+    return set(subjects[: max(2, round(len(subjects) / HELD_OUT_SHARE))])  # two, so that each has a wrong answer
 
 
 def preference_rows(held_out: bool) -> list[dict[str, str]]:

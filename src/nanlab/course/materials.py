@@ -5,15 +5,15 @@ Nothing is downloaded unless a hub id was given. What cannot be used raises ``In
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from nanlab.course import facts
 from nanlab.errors import InputError
+from nanlab.models import clone
 
 SCALES = ("tiny", "small", "full")
 COLUMNS = ("prompt", "chosen", "rejected", "reference")
@@ -100,32 +100,27 @@ def _own_randomness(seed: int):
         yield
 
 
-def clone(model, dtype: torch.dtype | None = None):
-    """A copy of ``model`` with weights of its own, made from its config and its state dict.
-
-    Use it instead of ``copy.deepcopy``: trl's SFTTrainer replaces ``model.forward`` by a closure over the model, a deep
-    copy keeps that closure, and so runs the *old* weights and never trains. ``dtype`` casts the weights.
-    """
-    config = copy.deepcopy(model.config)
-    with _own_randomness(0):
-        twin = type(model)._from_config(config, dtype=dtype or model.dtype)
-    twin.load_state_dict(model.state_dict())
-    twin.generation_config = copy.deepcopy(model.generation_config)
-    for theirs, ours in zip(model.parameters(), twin.parameters(), strict=True):
-        ours.requires_grad_(theirs.requires_grad)
-    return twin.to(model.device).train(model.training)
-
-
-def warm_up(model, tokenizer, rows: Iterable[dict], *, steps=80, batch_size=16, lr=2e-3, seed=0) -> list[float]:
+def warm_up(
+    model,
+    tokenizer,
+    rows: Iterable[dict],
+    *,
+    columns: Sequence[str] = ("reference", "chosen"),
+    steps: int = 80,
+    batch_size: int = 16,
+    lr: float = 2e-3,
+    seed: int = 0,
+) -> list[float]:
     """Teach a model how ``rows`` look, in place: plain next-token training on prompts with right answers.
 
     A batch holds ``batch_size`` texts: a prompt, its ``reference`` or its ``chosen`` answer, and eos; the loss is the
     mean cross-entropy over their tokens. A random model has nothing to lose; after the warm-up preference tuning has
-    something that it could wreck. A plain loop on purpose, see ``clone``.
+    something that it could wreck. A plain loop on purpose:
+    trl's SFTTrainer leaves a model behind whose forward is patched, see ``nanlab.models.clone``.
 
     Returns the loss of each step, in nats per token. Same seed, same weights; the global random state is not touched.
     """
-    texts = [row["prompt"] + row[column] + tokenizer.eos_token for row in rows for column in ("reference", "chosen")]
+    texts = [row["prompt"] + row[column] + tokenizer.eos_token for row in rows for column in columns]
     examples = [torch.tensor(ids) for ids in tokenizer(texts)["input_ids"]]
     batches = _batches(len(examples), batch_size, torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
