@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,7 +137,7 @@ def train_and_evaluate(
         size: "tiny", "small" or "full"; by default `NANLAB_SCALE`, else the device decides.
         steps, max_length: replace the scale's.
         memory_gb: memory to plan for; by default what the device has. Less memory means fewer rows at a time and more
-            gradient accumulation, not another result.
+            gradient accumulation; a step sees the same rows.
         report: gets a line of text for each stage.
 
     Raises:
@@ -147,9 +147,9 @@ def train_and_evaluate(
     stage = _Stages(report)
     with stage("data"):
         data = _data(plan)
-    folder = _open_folder(Path(output), plan)
-    with stage("model"):
-        start = _starting_model(folder, plan, data["train"])
+    folder = Path(output)
+    with stage("model"), _start_in(folder, plan) as start:
+        _make_start(start, plan, data["train"])
         policy, tokenizer = _load(start)
         trainer = _trainer(method, plan, folder, policy, tokenizer, data)
     with stage("evaluate before"):
@@ -225,35 +225,58 @@ def _data(plan: dict[str, Any]) -> dict[str, Any]:
 # --- the folder -----------------------------------------------------------------------------------------------------
 
 
-def _open_folder(folder: Path, plan: dict[str, Any]) -> Path:
-    """Make the folder, or go on in it. Its own files are cleared away when the run in it is finished."""
-    text = json.dumps(plan, indent=2)
+@contextmanager
+def _start_in(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
+    """Where the model that the run starts from stands, or shall be put.
+
+    An unfinished run with the same plan goes on. A new run replaces a finished one, but only once its set-up went
+    through: until then its start is a draft, and a failure takes the draft and the new folders away again.
+    """
+    main, settings = PartialState().is_main_process, folder / "settings.json"
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    _check_writable(folder)
+    if settings.exists() and not (folder / "result.json").exists():
+        if json.loads(settings.read_text()) != plan:
+            raise InputError(
+                f"output {folder}: holds an unfinished run with other settings; choose another --output or delete it"
+            )
+        yield folder / "start"
+        return
+    draft = folder / "start.tmp"
+    try:
+        yield draft
+    except BaseException:
+        if main:
+            shutil.rmtree(draft, ignore_errors=True)
+            with suppress(OSError):  # another process put something there
+                for path in new_folders:
+                    path.rmdir()
+        raise
+    PartialState().wait_for_everyone()  # all have loaded the draft
+    if main:
+        for path in [folder / "start", *folder.glob("checkpoint-*")]:
+            shutil.rmtree(path, ignore_errors=True)
+        for name in ("before.json", "result.json"):
+            (folder / name).unlink(missing_ok=True)
+        draft.replace(folder / "start")
+        _write(settings, plan)
+    PartialState().wait_for_everyone()
+
+
+def _check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.write_text("x")
         probe.unlink()
     except OSError as error:
-        raise InputError(f"output {folder}: cannot write here: {error.strerror}; choose another --output") from error
-    if PartialState().is_main_process:
-        settings, finished = folder / "settings.json", (folder / "result.json").exists()
-        if settings.exists() and settings.read_text() != text and not finished:
-            raise InputError(
-                f"output {folder}: holds an unfinished run with other settings; choose another --output or delete it"
-            )
-        if finished:
-            for name in ("result.json", "before.json", "settings.json"):
-                (folder / name).unlink(missing_ok=True)
-            for path in [folder / "start", *folder.glob("checkpoint-*")]:
-                shutil.rmtree(path, ignore_errors=True)
-        settings.write_text(text)
-    PartialState().wait_for_everyone()
-    return folder
+        reason = error.strerror or error
+        raise InputError(f"output {folder}: cannot write here: {reason}; choose another --output") from error
 
 
 def _check_space(folder: Path, model) -> None:
-    """The start, two checkpoints with weights and two moments each: seven times the weights."""
-    need, free = 7 * sum(p.numel() * p.element_size() for p in model.parameters()), shutil.disk_usage(folder).free
+    """The start and, while the oldest is not yet deleted, three checkpoints of weights and two moments each."""
+    need, free = 10 * sum(p.numel() * p.element_size() for p in model.parameters()), shutil.disk_usage(folder).free
     if free < need:
         raise InputError(
             f"output {folder}: needs {need / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; choose another --output"
@@ -276,24 +299,21 @@ def _last_checkpoint(folder: Path) -> str | None:
 # --- model and trainer ----------------------------------------------------------------------------------------------
 
 
-def _starting_model(folder: Path, plan: dict[str, Any], rows) -> Path:
-    """The model before preference tuning, saved once: a run that is resumed starts from the same weights."""
-    start = folder / "start"
-    if PartialState().is_main_process and not start.exists():
+def _make_start(start: Path, plan: dict[str, Any], rows) -> None:
+    """Save the model before preference tuning, once: a run that is resumed starts from the same weights."""
+    if PartialState().is_main_process and start.name != "start":
         model, tokenizer = load_model(plan["model"], seed=plan["seed"])
-        _check_space(folder, model)
+        _check_space(start.parent, model)
         if tokenizer.pad_token is None:
             own = PADDING in tokenizer.get_vocab()
             tokenizer.pad_token = PADDING if own else tokenizer.eos_token or END
         model.config.pad_token_id = tokenizer.pad_token_id
         if plan["model"] == "tiny":  # a random model has nothing to lose; teach it the form of the answers
             warm_up(model, tokenizer, rows, seed=plan["seed"])
-        draft = folder / "start.tmp"
-        model.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-        draft.replace(start)
+        shutil.rmtree(start, ignore_errors=True)
+        model.save_pretrained(start)
+        tokenizer.save_pretrained(start)
     PartialState().wait_for_everyone()
-    return start
 
 
 def _load(start: Path):

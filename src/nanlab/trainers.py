@@ -12,6 +12,7 @@ Three rules, the same for all of them:
 from __future__ import annotations
 
 import math
+from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,6 +53,15 @@ class _OneLoss:
 
     objective: dict[str, float]
 
+    def __init__(self, *args, **kwargs):
+        self.dropped_rows: dict[str, int] = {}  # name of a data set: rows dropped from it
+        # Without logging nobody takes the training rows away: keep the last ones only.
+        self._tables = {"train": deque(maxlen=10_000), "eval": []}
+        super().__init__(*args, **kwargs)
+        # Several GPUs in one process would split a batch among threads (DataParallel), and no loss sees all its rows.
+        self.args._n_gpu = min(1, self.args.n_gpu)
+        self._train_batch_size = self.args.train_batch_size
+
     def row_terms(self, model, inputs: dict[str, Tensor]) -> dict[str, RowSum]:
         """The terms of the loss and the metrics, by row. The terms in `objective` carry the gradient."""
         raise NotImplementedError
@@ -66,6 +76,17 @@ class _OneLoss:
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, inputs).detach(), None, None
+
+    def evaluate(self, eval_dataset=None, *args, **kwargs):
+        """As the trainer it stands on. Rows dropped from a data set that is passed in count in its own metrics only."""
+        counts = dict(self.dropped_rows)
+        try:
+            return super().evaluate(self._prepare_eval(eval_dataset), *args, **kwargs)
+        finally:
+            self.dropped_rows = counts
+
+    def _prepare_eval(self, eval_dataset):
+        return eval_dataset  # TRL's trainers do it in their evaluate()
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         self._tables["eval"].clear()
@@ -106,7 +127,7 @@ class _OneLoss:
         """All recorded rows as weighted means; a row with a non-finite loss is left out of every mean."""
         if not self._tables[mode]:
             return {"loss": float("nan"), "excluded_rows": 0}
-        rows = torch.cat(self._tables[mode]).cpu().double()
+        rows = torch.cat(list(self._tables[mode])).cpu().double()
         self._tables[mode].clear()
         columns = dict(zip(self._names, rows.unflatten(1, (-1, 2)).unbind(1), strict=True))  # name: [rows, 2]
         finite = torch.stack([columns[name][:, 0].isfinite() for name in self.objective]).all(0)
@@ -157,7 +178,11 @@ def _drop(dataset, keep, **settings):
 
 
 def _check_columns(dataset, name: str, needed: tuple[str, ...]) -> None:
-    missing = [column for column in needed if column not in (dataset.column_names or needed)]
+    if not isinstance(dataset, Dataset):
+        raise InputError(
+            f"{name} dataset: is a {type(dataset).__name__}; give a datasets.Dataset, its rows are counted"
+        )
+    missing = [column for column in needed if column not in dataset.column_names]
     if missing:
         raise InputError(
             f"{name} dataset: no column {missing[0]!r}; it has {', '.join(dataset.column_names)}; "
@@ -183,7 +208,7 @@ class _DropsEmptyRows:
     completions: tuple[str, ...]
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        if "prompt_ids" in (dataset.column_names or ()):  # prepared before
+        if "prompt_ids" in (getattr(dataset, "column_names", None) or ()):  # prepared before
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         _check_columns(dataset, dataset_name, self.completions)
         before = len(dataset)
@@ -231,7 +256,6 @@ class TPOTrainer(_OneLoss, _DropsEmptyRows, tpo.TPOTrainer):
         if args.loss_type not in ("sigmoid", "tpo-l"):
             raise InputError(f"loss_type={args.loss_type!r}: TPOTrainer computes 'sigmoid' and 'tpo-l'")
         self.objective = {"preference_loss": 1.0} | ({"nll": args.tpo_alpha} if args.tpo_alpha else {})
-        self.dropped_rows, self._tables = {}, {"train": [], "eval": []}
         super().__init__(model, args, **kwargs)
 
     def row_terms(self, model, inputs):
@@ -275,7 +299,6 @@ class DPOTrainer(_OneLoss, _DropsEmptyRows, trl.DPOTrainer):
     def __init__(self, model, ref_model=None, args: DPOConfig | None = None, **kwargs):
         args = args or DPOConfig("dpo-output")
         self.objective = _dpo_objective(args)
-        self.dropped_rows, self._tables = {}, {"train": [], "eval": []}
         is_plain = isinstance(model, transformers.PreTrainedModel) and kwargs.get("peft_config") is None
         if ref_model is None and is_plain and not args.precompute_ref_log_probs:
             ref_model = clone(model).eval().requires_grad_(False)
@@ -358,31 +381,27 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
     Args:
         args: `TokenTPOConfig`, or any `TrainingArguments`.
         train_dataset, eval_dataset: columns prompt, completion (text), reward (float; None, NaN and inf are
-            missing) and group (int or str). Groups are normalised over the dataset, so a batch need not hold whole groups. Rows
-            without a reward or without a completion token are dropped and counted.
+            missing) and group (int or str). Groups are normalised over the dataset, so a batch need not hold whole
+            groups. Rows without a reward or without a completion token are dropped and counted.
         processing_class: the tokenizer.
 
     Raises:
-        InputError: a missing column, or no row to train on.
+        InputError: no tokenizer, a missing column, or no row to train on.
     """
 
     objective = {"policy_loss": 1.0}  # noqa: RUF012  (never changed)
 
     def __init__(self, model, args=None, train_dataset=None, eval_dataset=None, processing_class=None, **kwargs):
         args = args or TokenTPOConfig("token-tpo-output")
-        self.dropped_rows, self._tables = {}, {"train": [], "eval": []}
-        self._tokenizer, self._max_length = processing_class, getattr(args, "max_length", 512)
+        if processing_class is None:
+            raise InputError("processing_class is missing: give TokenTPOTrainer the model's tokenizer")
         super().__init__(
             model, args, data_collator=_TokenPolicyCollator(processing_class.pad_token_id or 0),
-            train_dataset=self._prepare("train", train_dataset), eval_dataset=self._prepare_eval(eval_dataset),
-            processing_class=processing_class, **kwargs,
+            train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class, **kwargs,
         )  # fmt: skip
+        self.train_dataset = self._prepare("train", train_dataset)
+        self.eval_dataset = self._prepare_eval(eval_dataset)
         self.model_accepts_loss_kwargs = True  # have the Trainer count the tokens of an accumulated batch
-
-    def evaluate(self, eval_dataset=None, **kwargs):
-        if not isinstance(eval_dataset, str):
-            eval_dataset = self._prepare_eval(eval_dataset)
-        return super().evaluate(eval_dataset, **kwargs)
 
     def row_terms(self, model, inputs):
         batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
@@ -404,22 +423,23 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
         return self._prepare("eval", dataset)
 
     def _prepare(self, name: str, dataset: Dataset | None) -> Dataset | None:
-        if dataset is None or "prompt_ids" in dataset.column_names:
-            return dataset
+        if not isinstance(dataset, Dataset) or "prompt_ids" in dataset.column_names:
+            return dataset  # none, the name of one, or prepared before
         _check_columns(dataset, name, ("prompt", "completion", "reward", "group"))
         before = len(dataset)
         dataset = _drop(dataset, _has_text, completions=("completion",)).filter(_has_reward)
-        dataset = dataset.map(_tokenize, fn_kwargs={"tokenizer": self._tokenizer})
-        limits = {"max_length": self._max_length, "mode": "keep_start"}
+        max_length = getattr(self.args, "max_length", 512)
+        dataset = dataset.map(_tokenize, fn_kwargs={"tokenizer": self.processing_class})
+        limits = {"max_length": max_length, "mode": "keep_start"}
         dataset = _drop(dataset, _has_tokens, completions=("completion",), **limits) if len(dataset) else dataset
-        _check_left(dataset, name, before, self._max_length)
+        _check_left(dataset, name, before, max_length)
         self.dropped_rows[name] = before - len(dataset)
         ids = {group: i for i, group in enumerate(dict.fromkeys(dataset["group"]))}
         rewards = torch.tensor(dataset["reward"], dtype=torch.float64)
         advantages = group_advantages(rewards, torch.tensor([ids[group] for group in dataset["group"]])).values
         columns = {"prompt_ids", "completion_ids"}
         dataset = dataset.remove_columns([c for c in dataset.column_names if c not in columns])
-        dataset = dataset.map(_truncate, fn_kwargs={"max_length": self._max_length})
+        dataset = dataset.map(_truncate, fn_kwargs={"max_length": max_length})
         return dataset.add_column("advantages", advantages.tolist())
 
     def _set_signature_columns_if_needed(self):

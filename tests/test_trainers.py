@@ -1,0 +1,489 @@
+"""The trainers against TRL's own loss, and their evaluate() against a plain float64 loop over the rows."""
+
+import copy
+import math
+import statistics
+
+import pytest
+import torch
+import torch.nn.functional as F
+import trl
+from datasets import Dataset
+from torch.testing import assert_close
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from trl.experimental import tpo
+
+from nanlab.course.materials import load_preferences, tiny_tokenizer, to_scored
+from nanlab.errors import InputError
+from nanlab.trainers import DPOConfig, DPOTrainer, TokenTPOConfig, TokenTPOTrainer, TPOConfig, TPOTrainer
+
+MAX_LENGTH = 48
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+KINDS = {
+    "tpo": (TPOTrainer, TPOConfig, {"beta": 0.2, "tpo_alpha": 0.7, "label_smoothing": 0.1}),
+    "tpo without gold": (TPOTrainer, TPOConfig, {"beta": 0.2, "tpo_alpha": 0.0}),
+    "tpo-l": (TPOTrainer, TPOConfig, {"loss_type": "tpo-l", "beta": 2.0, "tpo_l_gamma": 0.5}),
+    "dpo": (DPOTrainer, DPOConfig, {"beta": 0.3}),
+    "dpo with sft": (
+        DPOTrainer,
+        DPOConfig,
+        {"beta": 0.3, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    ),
+    "token-tpo": (TokenTPOTrainer, TokenTPOConfig, {}),
+}
+METHODS = ("tpo", "dpo", "token-tpo")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<|padding|>"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def preferences():
+    return load_preferences()
+
+
+@pytest.fixture(scope="module")
+def rows(preferences):
+    """A dozen held-out rows."""
+    return [{c: row[c] for c in ("prompt", "chosen", "rejected", "reference")} for row in preferences["held_out"]][:12]
+
+
+def make_model(seed=0):
+    config = GPTNeoXConfig(
+        vocab_size=1536, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=256, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPTNeoXForCausalLM(config).eval()
+        for parameter in model.parameters():  # at the default scale all log-probs would be alike
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def make_args(config, folder, **options):
+    quiet = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"}
+    options = {"max_length": MAX_LENGTH, "per_device_train_batch_size": 4, "max_steps": 1, **quiet, **options}
+    return config(output_dir=str(folder), **options)
+
+
+def data_for(kind, rows):
+    data = Dataset.from_list(rows)
+    return to_scored(data) if kind == "token-tpo" else data
+
+
+def make_trainer(kind, folder, tokenizer, rows, eval_rows=None, model=None, keywords=None, **options):
+    trainer, config, own = KINDS[kind]
+    keywords = dict(keywords or {})
+    if kind.startswith("dpo") and "ref_model" not in keywords and "peft_config" not in keywords:
+        keywords["ref_model"] = make_model(seed=1)
+    return trainer(
+        model or make_model(), args=make_args(config, folder, **{**own, **options}), processing_class=tokenizer,
+        train_dataset=data_for(kind, rows), eval_dataset=data_for(kind, eval_rows or rows), **keywords,
+    )  # fmt: skip
+
+
+# --- the plain loop -------------------------------------------------------------------------------------------------
+
+
+def in_float64(model):
+    twin = GPTNeoXForCausalLM(copy.deepcopy(model.config))
+    twin.load_state_dict(model.state_dict())
+    return twin.double().eval()
+
+
+@torch.no_grad()
+def token_log_probs(model, prompt, completion):
+    """One row, no padding, no batch: the log-probs of the completion tokens that are left and have a predecessor."""
+    ids = torch.tensor([(prompt + completion)[:MAX_LENGTH]])
+    log_probs = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+    log_probs = log_probs.gather(1, ids[0, 1:, None])[:, 0]
+    return log_probs[max(len(prompt), 1) - 1 :]
+
+
+def split_ids(tokenizer, row, columns):
+    """Prompt and completions as TRL makes them: tokenised together, split where the prompt alone goes another way."""
+    end = tokenizer.eos_token  # TRL adds none to a text that ends with one
+    whole = [tokenizer(row["prompt"] + row[c].removesuffix(end) + end)["input_ids"] for c in columns]
+    alone, start = tokenizer(row["prompt"])["input_ids"], 0
+    while start < len(alone) and all(start < len(ids) and ids[start] == alone[start] for ids in whole):
+        start += 1
+    return alone[:start], [ids[start:] for ids in whole]
+
+
+def mean(values):
+    return statistics.fmean(values) if values else math.nan
+
+
+def plain_preference_metrics(kind, tokenizer, rows, model, reference=None):
+    """What evaluate() shall report, from the formulas of the papers. One row at a time, in float64."""
+    options = {"loss_type": "sigmoid", "label_smoothing": 0.0, "tpo_alpha": 1.0, **KINDS[kind][2]}
+    is_dpo, beta = kind.startswith("dpo"), options["beta"]
+    columns = ("chosen", "rejected") if is_dpo else ("chosen", "rejected", "reference")
+    out = {name: [] for name in ("preference", "chosen", "rejected", "rewards/chosen", "rewards/rejected")}
+    gold, dropped, excluded = [], 0, 0
+    for row in rows:
+        if any(not (row[c] or "").strip() for c in columns):
+            dropped += 1
+            continue
+        prompt, completions = split_ids(tokenizer, row, columns)
+        log_probs = [token_log_probs(model, prompt, ids) for ids in completions]
+        if min(len(x) for x in log_probs) == 0:
+            dropped += 1
+            continue
+        if not all(x.isfinite().all() for x in log_probs):
+            excluded += 1
+            continue
+        by_length = options["loss_type"] == "tpo-l"
+        chosen, rejected = ((x.mean() if by_length else x.sum()) for x in log_probs[:2])
+        base = [token_log_probs(reference, prompt, ids).sum() for ids in completions] if is_dpo else [0.0, 0.0]
+        z = beta * ((chosen - base[0]) - (rejected - base[1])) - (options.get("tpo_l_gamma", 0.0) if by_length else 0.0)
+        e = options["label_smoothing"]
+        out["preference"].append(float(-(1 - e) * F.logsigmoid(z) - e * F.logsigmoid(-z)))
+        out["chosen"].append(float(chosen))
+        out["rejected"].append(float(rejected))
+        out["rewards/chosen"].append(float(beta * (chosen - base[0])))
+        out["rewards/rejected"].append(float(beta * (rejected - base[1])))
+        gold += (-log_probs[0 if is_dpo else 2]).tolist()
+    margins = [c - r for c, r in zip(out["rewards/chosen"], out["rewards/rejected"], strict=True)]
+    weight = 0.5 if kind == "dpo with sft" else 0.0 if is_dpo else options["tpo_alpha"]
+    metrics = {
+        "loss": mean(out["preference"]) + (weight * mean(gold) if weight else 0.0),
+        "preference_loss": mean(out["preference"]), "logps/chosen": mean(out["chosen"]),
+        "logps/rejected": mean(out["rejected"]), "rewards/chosen": mean(out["rewards/chosen"]),
+        "rewards/rejected": mean(out["rewards/rejected"]), "rewards/margins": mean(margins),
+        "rewards/accuracies": mean([float(m > 0) for m in margins]), "dropped_rows": dropped, "excluded_rows": excluded,
+    }  # fmt: skip
+    return metrics | ({"nll": mean(gold)} if weight else {})
+
+
+def plain_policy_metrics(tokenizer, rows, model):
+    kept, dropped, excluded = [], 0, 0
+    for row in rows:
+        reward = row["reward"]
+        has_reward = reward is not None and math.isfinite(reward)
+        if not (row["completion"] or "").strip() or not has_reward:
+            dropped += 1
+            continue
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        completion = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
+        log_probs = token_log_probs(model, prompt, completion)
+        if len(log_probs):
+            kept.append((row["group"], reward, log_probs))
+        dropped += len(log_probs) == 0
+    losses, tokens, advantages = [], [], []
+    for group, reward, log_probs in kept:
+        peers = [r for g, r, _ in kept if g == group]
+        flat = len(peers) == 1 or len(set(peers)) == 1
+        advantage = 0.0 if flat else (reward - mean(peers)) / statistics.stdev(peers)
+        if not log_probs.isfinite().all():
+            excluded += 1
+            continue
+        losses += (-advantage * log_probs).tolist()
+        tokens += log_probs.tolist()
+        advantages.append(advantage)
+    return {
+        "loss": mean(losses), "policy_loss": mean(losses), "logps": mean(tokens), "advantages": mean(advantages),
+        "dropped_rows": dropped, "excluded_rows": excluded,
+    }  # fmt: skip
+
+
+def plain_metrics(kind, tokenizer, rows, model, reference=None):
+    model = in_float64(model)
+    if kind == "token-tpo":
+        return plain_policy_metrics(tokenizer, list(data_for(kind, rows)), model)
+    return plain_preference_metrics(kind, tokenizer, rows, model, reference and in_float64(reference))
+
+
+def assert_metrics(found, expected, tolerance=1e-4):
+    for name, value in expected.items():
+        assert found[f"eval_{name}"] == pytest.approx(value, abs=tolerance, rel=tolerance, nan_ok=True), name
+    extra = {"runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "epoch"}
+    assert {name.removeprefix("eval_") for name in found} - extra == set(expected)  # nothing else is reported
+
+
+# --- the loss is TRL's ----------------------------------------------------------------------------------------------
+
+THEIRS = {"tpo": tpo.TPOTrainer, "dpo": trl.DPOTrainer}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "token-tpo"])
+def test_loss_and_gradients_are_those_of_trl(kind, tmp_path, tokenizer, rows):
+    ours = make_trainer(kind, tmp_path, tokenizer, rows)
+    reference = {"ref_model": make_model(seed=1)} if kind.startswith("dpo") else {}
+    theirs = THEIRS[kind[:3]](
+        make_model(), args=make_args(KINDS[kind][1], tmp_path, **KINDS[kind][2]), processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows), **reference,
+    )  # fmt: skip
+    batch = theirs._prepare_inputs(theirs.data_collator(list(theirs.train_dataset)))
+    results = []
+    for trainer in (ours, theirs):
+        trainer.model.train()
+        loss = trainer.compute_loss(trainer.model, copy.copy(batch))
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in trainer.model.named_parameters()}))
+    (our_loss, our_gradients), (their_loss, their_gradients) = results
+    assert_close(our_loss, their_loss, **TOLERANCE)
+    assert max(g.abs().max() for g in their_gradients.values()) > 1e-2  # there is something to compare
+    for name, gradient in their_gradients.items():
+        assert_close(our_gradients[name], gradient, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# --- evaluate() -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluate_is_the_plain_loop_whatever_the_batch_size_and_the_order(kind, tmp_path, tokenizer, preferences, rows):
+    """Trap rows included: what has a completion token counts, what has none is dropped and counted."""
+    traps = [dict(row) for row in preferences["traps"]]
+    mixed = [*({**row, "reward": 0.8, "trap": ""} for row in rows), *traps]
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows, mixed)
+    reference = make_model(seed=1) if kind.startswith("dpo") else None
+    expected = plain_metrics(kind, tokenizer, mixed, make_model(), reference)
+    assert 0 < expected["dropped_rows"] < len(mixed)
+    order = torch.randperm(len(trainer.eval_dataset), generator=torch.Generator().manual_seed(3)).tolist()
+    shuffled = trainer.eval_dataset.select(order)
+    for size in (1, 2, 4, 8, 16):
+        trainer.args.per_device_eval_batch_size = size
+        assert_metrics(trainer.evaluate(), expected)
+    assert_metrics(trainer.evaluate(shuffled), expected)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_row_with_nan_is_left_out_and_counted(kind, tmp_path, tokenizer, rows):
+    """One token has a NaN embedding; it stands in one row. TRL's accuracy would count that row as 0."""
+    others = {i for row in rows for text in row.values() for i in tokenizer(text)["input_ids"]}
+    text = next(c for c in map(chr, range(33, 126)) if not set(tokenizer(c)["input_ids"]) & others)
+    token = tokenizer(text)["input_ids"][0]
+    model = make_model()
+    model.gpt_neox.embed_in.weight.data[token] = torch.nan
+    dirty = [*rows, {**rows[0], "rejected": text + rows[0]["rejected"]}]
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows, dirty, model, per_device_eval_batch_size=4)
+    reference = make_model(seed=1) if kind == "dpo" else None
+    expected = plain_metrics(kind, tokenizer, dirty, model, reference)
+    assert expected["excluded_rows"] == 1
+    assert math.isfinite(expected["loss"])
+    assert_metrics(trainer.evaluate(), expected)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_dead_model_has_no_loss_and_no_accuracy(kind, tmp_path, tokenizer, rows):
+    model = make_model()
+    model.gpt_neox.embed_in.weight.data.fill_(torch.nan)
+    metrics = make_trainer(kind, tmp_path, tokenizer, rows, model=model).evaluate()
+    assert math.isnan(metrics["eval_loss"])
+    assert math.isnan(metrics.get("eval_rewards/accuracies", math.nan))
+    assert metrics["eval_excluded_rows"] == len(data_for(kind, rows))
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_each_data_set_has_its_own_count_of_dropped_rows(kind, tmp_path, tokenizer, rows):
+    empty = {"prompt": "?", "chosen": "", "rejected": " ", "reference": None}
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows, [*rows, empty])
+    count = len(data_for(kind, [empty]))
+    other = data_for(kind, [*rows, empty, empty])
+    assert trainer.evaluate()["eval_dropped_rows"] == count
+    assert trainer.evaluate(other)["eval_dropped_rows"] == 2 * count
+    assert trainer.evaluate()["eval_dropped_rows"] == count
+    both = trainer.evaluate({"good": data_for(kind, rows), "bad": other})
+    assert both["eval_good_dropped_rows"] == 0
+    assert both["eval_bad_dropped_rows"] == 2 * count
+    assert both["eval_good_loss"] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_the_training_log_is_the_same_loss(kind, tmp_path, tokenizer, rows):
+    """At learning rate 0 the loss of one step over all rows is the evaluation loss, and so are its parts."""
+    size = len(data_for(kind, rows))
+    trainer = make_trainer(
+        kind, tmp_path, tokenizer, rows, learning_rate=0.0, per_device_train_batch_size=size, logging_steps=1
+    )
+    trainer.train()
+    evaluated = trainer.evaluate()
+    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    shared = [name for name in logged if f"eval_{name}" in evaluated and name != "epoch"]
+    assert len(shared) >= 4
+    for name in shared:
+        assert logged[name] == pytest.approx(evaluated[f"eval_{name}"], abs=1e-4), name
+
+
+def test_training_rows_do_not_pile_up_without_logging(tmp_path, tokenizer, rows):
+    trainer = make_trainer("tpo", tmp_path, tokenizer, rows, logging_strategy="no")
+    assert trainer._tables["train"].maxlen == 10_000
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tpo", "tpo-l", "dpo with sft", "token-tpo"])
+def test_training_lowers_the_loss_and_leaves_the_reference_alone(kind, tmp_path, tokenizer, rows):
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows, learning_rate=3e-3, max_steps=8)
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.05
+    assert not any(p.equal(weights[name]) for name, p in trainer.model.named_parameters())
+    if kind.startswith("dpo"):
+        assert_close(trainer.ref_model.state_dict(), make_model(seed=1).state_dict(), atol=0, rtol=0)
+
+
+def test_dpo_without_a_reference_starts_from_a_frozen_copy(tmp_path, tokenizer, rows):
+    model = make_model()
+    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, model=model, keywords={"ref_model": None}, max_steps=3,
+                           learning_rate=1e-2)  # fmt: skip
+    before = trainer.evaluate()
+    assert before["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert before["eval_rewards/margins"] == 0
+    trainer.train()
+    assert_close(trainer.ref_model.state_dict(), make_model().state_dict(), atol=0, rtol=0)
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+    assert_metrics(trainer.evaluate(), plain_metrics("dpo", tokenizer, rows, model, make_model()))
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_deep_copy_of_the_model_runs_its_own_weights(kind, bf16, tmp_path, tokenizer, rows):
+    """After training and evaluation: the trap is a `forward` that remembers the original model."""
+    model = make_model()
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows, model=model, bf16=bf16)
+    trainer.train()
+    trainer.evaluate()
+    ids = torch.tensor([[5, 6, 7]])
+    for original in {id(m): m for m in (model, trainer.model, getattr(trainer, "ref_model", None)) if m}.values():
+        twin = copy.deepcopy(original)
+        assert original(input_ids=ids).logits.abs().sum() > 0
+        for parameter in twin.parameters():
+            parameter.data.zero_()
+        assert twin(input_ids=ids).logits.abs().sum() == 0
+        assert type(twin).forward.__qualname__.startswith("GPTNeoX")
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_bf16_autocast_stays_near_the_plain_loop(kind, tmp_path, tokenizer, rows):
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows, bf16=True)
+    expected = plain_metrics(kind, tokenizer, rows, make_model(), make_model(seed=1) if kind == "dpo" else None)
+    found = trainer.evaluate()
+    assert found["eval_loss"] != pytest.approx(expected["loss"], rel=1e-6)  # autocast did something
+    assert found["eval_loss"] == pytest.approx(expected["loss"], abs=0.05)
+
+
+def one_sgd_step(kind, folder, tokenizer, rows, batch, accumulate):
+    trainer = make_trainer(
+        kind, folder, tokenizer, rows, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulate,
+        optim="sgd", learning_rate=1.0, max_grad_norm=0.0, lr_scheduler_type="constant",
+    )  # fmt: skip
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    return {name: start[name] - p.detach() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["token-tpo", "dpo"])
+def test_gradient_accumulation_weighs_every_token_the_same(kind, tmp_path, tokenizer, rows):
+    rows = rows[:8]
+    size = len(data_for(kind, rows))
+    whole = one_sgd_step(kind, tmp_path, tokenizer, rows, size, 1)
+    assert max(g.abs().max() for g in whole.values()) > 1e-2
+    for parts in (2, size // 2):
+        accumulated = one_sgd_step(kind, tmp_path, tokenizer, rows, size // parts, parts)
+        for name, gradient in whole.items():
+            assert_close(accumulated[name], gradient, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_lora_uses_the_model_without_adapter_as_reference(tmp_path, tokenizer, rows):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["query_key_value"], task_type="CAUSAL_LM", init_lora_weights=True)
+    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, keywords={"peft_config": config}, max_steps=6,
+                           learning_rate=3e-2)  # fmt: skip
+    assert trainer.ref_model is None
+    before = trainer.evaluate()
+    assert before["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < before["eval_loss"] - 0.01
+    base = {n.replace(".base_layer", ""): p for n, p in trainer.model.get_base_model().named_parameters()}
+    for name, parameter in make_model().named_parameters():
+        assert_close(base[name], parameter, atol=0, rtol=0)
+    merged = copy.deepcopy(trainer.model).merge_and_unload()
+    assert_metrics(after, plain_metrics("dpo", tokenizer, rows, merged, make_model()))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "dpo with sft"])
+def test_precomputed_reference_gives_the_same_metrics(kind, tmp_path, tokenizer, rows):
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows, precompute_ref_log_probs=True)
+    assert "ref_chosen_logps" in trainer.eval_dataset.column_names
+    assert_metrics(trainer.evaluate(), plain_metrics(kind, tokenizer, rows, make_model(), make_model(seed=1)))
+    assert copy.deepcopy(trainer.model).forward.__self__ is not trainer.model
+
+
+def test_several_gpus_in_one_process_do_not_split_the_batch(tmp_path, tokenizer, rows, monkeypatch):
+    """Without a launcher the Trainer would take DataParallel on a machine with two cards."""
+    args = make_args(TPOConfig, tmp_path)
+    assert args.device.type == "cpu"  # sets the number of GPUs
+    args._n_gpu = 2
+    trainer = TPOTrainer(make_model(), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    assert trainer.args.n_gpu == 1
+    assert trainer.get_train_dataloader().total_batch_size == args.per_device_train_batch_size == 4
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def without(rows, column):
+    return [{name: value for name, value in row.items() if name != column} for row in rows]
+
+
+@pytest.mark.parametrize(("kind", "column"), [("tpo", "reference"), ("dpo", "rejected"), ("token-tpo", "reward")])
+def test_a_missing_column_is_named(kind, column, tmp_path, tokenizer, rows):
+    trainer, config, _ = KINDS[kind]
+    data = data_for(kind, rows).remove_columns(column)
+    with pytest.raises(InputError, match=f"^train dataset: no column '{column}'; it has prompt"):
+        trainer(make_model(), args=make_args(config, tmp_path), train_dataset=data, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("fault", ["all None", "all empty", "max_length"])
+def test_a_data_set_without_one_usable_row_is_refused(kind, fault, tmp_path, tokenizer, rows):
+    empty = {"all None": None, "all empty": "  "}.get(fault)
+    texts = ("completion",) if kind == "token-tpo" else ("chosen", "rejected", "reference")
+    data = list(data_for(kind, rows))
+    if fault != "max_length":
+        data = [{**row, **dict.fromkeys(texts, empty)} for row in data]
+    trainer, config, _ = KINDS[kind]
+    args = make_args(config, tmp_path, max_length=4)
+    with pytest.raises(InputError, match=f"^train dataset: none of its {len(data)} rows has .* max_length=4") as caught:
+        trainer(make_model(), args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["tpo", "dpo"])
+def test_a_stream_is_refused(kind, tmp_path, tokenizer, rows):
+    trainer, config, _ = KINDS[kind]
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    with pytest.raises(InputError, match=r"^train dataset: is a IterableDataset; give a datasets\.Dataset"):
+        trainer(make_model(), args=make_args(config, tmp_path), train_dataset=stream, processing_class=tokenizer)
+
+
+REFUSED = {
+    "tpo": [{"loss_type": "ipo"}, {"loss_type": "hinge"}],
+    "dpo": [
+        {"loss_type": "ipo"}, {"loss_type": ["sft"]}, {"f_divergence_type": "forward_kl"}, {"ld_alpha": 0.5},
+        {"use_weighting": True},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "option"), [(kind, option) for kind in REFUSED for option in REFUSED[kind]])
+def test_an_option_that_our_loss_does_not_cover_is_refused(kind, option, tmp_path, tokenizer, rows):
+    trainer, config, _ = KINDS[kind]
+    args = make_args(config, tmp_path, **option)
+    with pytest.raises(InputError, match=next(iter(option))):
+        trainer(make_model(), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def test_token_tpo_asks_for_the_tokenizer(tmp_path, rows):
+    with pytest.raises(InputError, match="processing_class is missing: give"):
+        TokenTPOTrainer(make_model(), make_args(TokenTPOConfig, tmp_path), data_for("token-tpo", rows))
