@@ -60,6 +60,9 @@ def locate(
     models = {"": model} if model is not None else {k: v for k, v in around.items() if isinstance(v, nn.Module)}
     for name, m in models.items():
         tracer.adopt(m, f"{name}." if len(models) > 1 else "")
+    for name, value in around.items():
+        if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+            tracer.adopt_parameter(name, value)
     for o in [optimizer] if optimizer is not None else around.values():
         if isinstance(o, torch.optim.Optimizer):
             tracer.adopt_optimizer(o)

@@ -7,16 +7,17 @@ explains, the second advises: that is what a report prints. ``lesson`` is the st
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-LARGEST_RERUN = 1 << 22  # elements; a larger operation that overflowed is not done again in float64
+LARGEST = 1 << 22  # elements; a larger operation that overflowed is not done again in float64
 SOFTMAX = r"softmax|logsumexp|attention"
 DIVISION = r"^(_foreach_)?(div|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
@@ -59,40 +60,51 @@ def span(t: Tensor) -> str:
     return text + "".join(f", {int(n)} {name}" for name, n in counts.items() if n) + ", empty" * (t.numel() == 0)
 
 
-# -- one operation whose output went bad --------------------------------------------------------------------------------
+def as_list(value: object) -> list | tuple:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+# -- one operation whose output went bad -------------------------------------------------------------------------------
 @dataclass
 class Birth:
-    """One operation with a newly non-finite output. ``inputs``: (argument, tensor, '' or its kind before the operation)."""
+    """One operation with a newly non-finite output.
+
+    ``inputs``: (argument, tensor, '' or its kind before the operation). ``native``: autograd's own backward, not Python code.
+    ``saved``: it meets an inf that forward has saved. ``fresh``: which output elements are new, where inputs and outputs
+    correspond one to one. ``counted``: is this tensor the sum that counts what was selected? ``eps``: of the optimizer.
+    """
 
     op: str
-    func: Callable
+    func: object
     args: tuple
     kwargs: dict
     out: Tensor = None
     kind: str = ""
     inputs: list[tuple[str, Tensor, str]] = field(default_factory=list)
     phase: str = ""
-    native: bool = False  # autograd's own backward, not Python code
-    fresh: Tensor | None = None  # which output elements are new, where inputs and outputs correspond one to one
-    counted: Callable[[Tensor], bool] = lambda t: False  # is it the sum that counts what was selected?
-    eps: object = None  # of the optimizer that is stepping
+    native: bool = False
+    saved: bool = False
+    fresh: Tensor | None = None
+    counted: object = None
+    eps: object = None
 
     def named(self) -> dict[str, object]:
         schema = getattr(self.func, "_schema", None)
         names = [a.name for a in schema.arguments] if schema else [f"argument {i}" for i in range(len(self.args))]
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in self.named().items():
-            yield from ((name, x) for x in (value if isinstance(value, (list, tuple)) else [value]) if is_float(x))
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, x) for name, value in self.named().items() for x in as_list(value) if is_float(x)]
 
-    def aligned(self, i: int, outputs: int) -> Birth:
+    def aligned(self, i: int, outputs: int, **fields: object) -> Birth:
         """In a ``_foreach_*`` call, the i-th output comes from the i-th entry of every list."""
-        if not self.op.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp")):
-            return replace(self)
+        if not self.op.startswith(("_foreach", "_fused_a", "_fused_sgd", "_amp")):
+            return replace(self, **fields)
         count = max((len(v) for v in self.args if isinstance(v, (list, tuple))), default=1)
         pick = lambda v: [v[i % count]] if isinstance(v, (list, tuple)) and len(v) == count else v
-        return replace(self, args=tuple(map(pick, self.args)), kwargs={k: pick(v) for k, v in self.kwargs.items()})
+        return replace(
+            self, args=tuple(map(pick, self.args)), kwargs={k: pick(v) for k, v in self.kwargs.items()}, **fields
+        )
 
     def get(self, *names: str) -> object:
         """The argument of one of these names: a tensor or a number, the first entry of a list."""
@@ -102,11 +114,11 @@ class Birth:
     @property
     def pointwise(self) -> bool:
         """Does each element of the output come from one element of every bad input?"""
-        fits = lambda x: (
-            x.dim() <= self.out.dim()
-            and all(a in (1, b) for a, b in zip(reversed(x.shape), reversed(self.out.shape), strict=False))
-        )
-        return torch.Tag.pointwise in getattr(self.func, "tags", ()) and all(fits(x) for _, x, k in self.inputs if k)
+        pairs = [
+            (x, *p) for _, x, k in self.inputs if k for p in zip(x.shape[::-1], self.out.shape[::-1], strict=False)
+        ]
+        fits = all(a in (1, b) and x.dim() <= self.out.dim() for x, a, b in pairs)
+        return torch.Tag.pointwise in getattr(self.func, "tags", ()) and fits
 
     @property
     def divides_by_zero(self) -> bool:
@@ -120,18 +132,19 @@ class Birth:
         return isinstance(value, (int, float)) and value == 0
 
     @property
+    def literal(self) -> str:
+        """'nan', 'inf' or '': a non-finite number written as an argument."""
+        numbers = [
+            v for a in self.named().values() for v in as_list(a) if isinstance(v, float) and not math.isfinite(v)
+        ]
+        return "nan" if any(v != v for v in numbers) else "inf" if numbers else ""
+
+    @property
     def from_finite(self) -> bool:
         return not any(kind for _, _, kind in self.inputs) and not self.literal
 
     @property
-    def literal(self) -> str:
-        """'nan', 'inf' or '': a non-finite number written as an argument."""
-        values = [v for a in self.named().values() for v in (a if isinstance(a, (list, tuple)) else (a,))]
-        numbers = [v for v in values if isinstance(v, float) and not math.isfinite(v)]
-        return "nan" if any(v != v for v in numbers) else "inf" if numbers else ""
-
-    @property
-    def has_inf(self) -> bool:
+    def nan_from_inf(self) -> bool:
         return self.kind == "nan" and (any("inf" in kind for _, _, kind in self.inputs) or self.literal == "inf")
 
     @property
@@ -145,23 +158,21 @@ class Birth:
         zero = torch.zeros_like(t)
         swap = lambda v: zero if v is t else [swap(u) for u in v] if isinstance(v, (list, tuple)) else v
         self.func(*map(swap, self.args), **self.kwargs)
-        return not bad(zero)
+        return self.op.endswith("_") and not bad(zero)
 
     def excess(self) -> str:
         """How far past the largest number of the dtype, by doing the operation again in float64."""
-        limit, value = torch.finfo(self.out.dtype).max, None
+        limit, value, small = (
+            torch.finfo(self.out.dtype).max,
+            None,
+            sum(x.numel() for _, x, _ in self.inputs) <= LARGEST,
+        )
         wide = lambda v: v.double() if is_float(v) else v
         if self.op == "_to_copy":
             value = self.get("self").double()
-        elif (
-            sum(x.numel() for _, x, _ in self.inputs) <= LARGEST_RERUN
-            and not self.op.startswith("_f")
-            and self.op[-1] != "_"
-        ):
-            try:
+        elif small and not self.op.startswith("_f") and not self.op.endswith("_"):
+            with contextlib.suppress(RuntimeError, TypeError):  # no float64 kernel: the limit alone is still true
                 value = self.func(*map(wide, self.args), **self.kwargs)
-            except (RuntimeError, TypeError):  # no float64 kernel: the limit alone is still true
-                value = None
         top = value.abs().max().item() if is_float(value) and value.numel() else math.nan
         reached = f"; the result would be {top:.3g}, {top / limit:.3g} times that" if limit < top < math.inf else ""
         return f"The largest {str(self.out.dtype).removeprefix('torch.')} is {limit:.5g}{reached}."
@@ -238,8 +249,8 @@ def _(b: Birth) -> bool:
         weight, seen = b.get("weight"), target[target != b.get("ignore_index")]
         return b.from_finite and (seen.numel() == 0 or (weight is not None and not weight[seen].any()))
     if b.op != "div":
-        return isinstance(x, Tensor) and (x.numel() == 0)
-    counted = b.counted(other) and x.numel() == other.numel() if isinstance(other, Tensor) else x.numel() == 1
+        return isinstance(x, Tensor) and x.numel() == 0
+    counted = x.numel() == 1 or (isinstance(other, Tensor) and b.counted(other) and x.numel() == other.numel())
     return b.kind == "nan" and counted and b.zero(other) and not b.native
 
 
@@ -250,7 +261,8 @@ def _(b: Birth) -> bool:
     Keep the dangerous value out of the function before it is called (x = torch.where(ok, x, 1.0), or clamp), not out of its
     result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm.
     """
-    return b.native and b.phase == "backward" and b.from_finite and (b.kind == "nan" or b.divides_by_zero)
+    edge = (b.kind == "nan" and (b.from_finite or b.saved)) or (b.from_finite and b.divides_by_zero)
+    return b.native and b.phase == "backward" and edge
 
 
 @row("zero_over_zero", DIVISION + r"|^var|^std|norm", "02_zero_std")
@@ -289,7 +301,7 @@ def _(b: Birth) -> bool:
 
     Select instead of multiplying: torch.where(mask, x, 0), masked_fill, or index the valid entries.
     """
-    return b.has_inf
+    return b.nan_from_inf
 
 
 @row("inf_minus_inf", r"", "01_inf_and_nan")
@@ -298,7 +310,7 @@ def _(b: Birth) -> bool:
 
     Find the inf that came first (see the story), and bound the values before they are subtracted.
     """
-    return b.has_inf
+    return b.nan_from_inf
 
 
 @row("overflow", r"^(?!acos|asin|atanh|acosh|sqrt|erfinv|log)", "06_fp16_overflow")

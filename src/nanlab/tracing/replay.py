@@ -39,7 +39,7 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
         exception = error
         tracer.abandoned(error)
     for name, value in outcomes(result):
-        tracer.sink(name, value) if isinstance(value, Tensor) else tracer.sink_number(name, value)
+        tracer.sink(name, value)
     tracer.sink_state()
     return Report.of(tracer, exception), result
 

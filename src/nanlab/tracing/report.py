@@ -58,7 +58,10 @@ class Report:
         roots = sorted({e.root() for _, e in reached}, key=lambda e: e.n)
         roots = [e for e in roots if not e.deliberate] or roots
         places = {place(e): e for e in reversed(roots)}  # the earliest of each place
-        reports = [cls.about(e, reached) for e in roots if places[place(e)] is e]
+        roots = [
+            e for e in roots if places[place(e)] is e and not any(e is not r and e.descends_from(r) for r in roots)
+        ]
+        reports = [cls.about(e, reached) for e in roots]
         report, report.others, report.exception = reports[0], reports[1:], exception
         report.growth = [v for n, v in tracer.growth if n <= roots[0].n] + [tracer.largest()] * bool(tracer.growth)
         return report
@@ -118,7 +121,7 @@ class Report:
 def excused(name: str, event: Event, tracer: Tracer) -> bool:
     """Values that somebody means to be there, or that something already takes care of."""
     root = event.root()
-    if tracer.scaler_skips and root.cause == "overflow" and (root.phase == "backward" or root.scaled):
+    if tracer.scaler_skips and root.cause == "overflow" and root.phase == "backward":
         return name.startswith(("gradient", "the loss"))  # GradScaler skips this step and lowers its scale
     # a mask or a sentinel handed back among the values
     return name.startswith("values") and (root.deliberate or (bool(root.name) and tracer.went_backward))

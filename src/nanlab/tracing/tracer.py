@@ -1,8 +1,8 @@
 """Record what every operation of one step does to the finite numbers. Nothing is raised and nothing is changed.
 
 A ``TorchDispatchMode`` sees each operation below autograd. A healthy output costs one reduction. A non-finite one makes an
-``Event`` when it is *born* (finite inputs, non-finite output) or when an inf becomes NaN; otherwise it carries the events of
-its inputs. Events are kept by storage and region, so that views and partly written buffers keep their own history. No
+``Event`` when it is *born* (finite inputs, non-finite output) or when an inf becomes NaN; otherwise it carries the events
+of its inputs. Events are kept by storage and region, so that views and partly written buffers keep their own history. No
 tensor is kept alive: an event holds text and numbers only.
 """
 
@@ -14,79 +14,65 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as module_hooks
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nanlab.tracing.causes import Birth, bad, bad_mask, diagnose, is_float, plain, span
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
 STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
-INSTALLED = ("site-packages", "dist-packages")
+INSTALLED, GENERATED = ("site-packages", "dist-packages"), ("<frozen", "<eval_with_key", "<torch_package")
 UNINITIALISED = ("empty", "resize_", "new_empty")
-OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "bernoulli_", "random_", "set_")
+OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random|set)_|.*\.(\w+_)?out")
 # In an optimizer step these cannot make a finite number bad: averages, shrinking by a factor, adding a constant.
 HARMLESS = re.compile(r"(_foreach_)?(lerp|sqrt|mul|add)_?")
-COUNTS, SPREADS = ("sum", "count_nonzero"), ("std", "var", "sqrt", "norm", "linalg_vector_norm", "sub", "rsub")
-BOUNDARY = (*COUNTS, *SPREADS, "_local_scalar_dense", "_amp_foreach_non_finite_check_and_unscale_")
-HIDDEN, USER, LIBRARY, ENGINE = range(4)
+HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT = range(5)
 
 
-# -- where in the code --------------------------------------------------------------------------------------------------
+# -- where in the code -------------------------------------------------------------------------------------------------
 @functools.cache
 def whose(code) -> int:
     """Whose code is it: the user's, a library's, the autograd engine's, or machinery that nobody wants to see."""
     file = code.co_filename
     if file.startswith(TORCH):
-        return ENGINE if code.co_name == "_engine_run_backward" else HIDDEN
-    if file.startswith((PACKAGE + "tracing", "<frozen", "<eval_with_key", "<torch_package")):
+        return ENGINE if code.co_name == "_engine_run_backward" else CHECKPOINT * file.endswith("checkpoint.py")
+    if file.startswith((PACKAGE + "tracing", *GENERATED)):
         return HIDDEN
-    if file.startswith(PACKAGE):  # the course's own cases count as the reader's code
-        return USER if file.startswith(PACKAGE + "course") else LIBRARY
-    if any(part in INSTALLED for part in Path(file).parts):
-        return LIBRARY
-    return HIDDEN if file.startswith(STDLIB) else USER
+    if file.startswith(PACKAGE + "course"):  # the course's cases stand for the reader's own code
+        return USER
+    library = file.startswith(PACKAGE) or any(part in INSTALLED for part in Path(file).parts)
+    return LIBRARY if library else HIDDEN if file.startswith(STDLIB) else USER
 
 
-def walk(frame, stop=None) -> tuple[tuple, bool]:
-    """The frames that matter from ``frame`` out to ``stop``, innermost first; True if the autograd engine came before."""
-    found = []
+def walk(frame, stop=None) -> tuple[tuple, bool, bool]:
+    """Frames from ``frame`` out to ``stop``, innermost first; did the engine come before; is it a recomputation."""
+    found, recomputed = [], False
     while frame is not None and frame is not stop:
-        if kind := whose(frame.f_code):
-            if kind == ENGINE:
-                return tuple(found), True
+        kind = whose(frame.f_code)
+        if kind == ENGINE:
+            return tuple(found), True, recomputed
+        recomputed |= kind == CHECKPOINT
+        if kind in (USER, LIBRARY):
             found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found), False
+    return tuple(found), False, recomputed
 
 
 def line_of(code, instruction: int) -> str:
     """'file.py:12'. A notebook cell is called 'cell:12'; a library's file goes by its path inside the package."""
     line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
     parts = Path(code.co_filename).parts
-    name = parts[-1]
-    if "ipykernel_" in code.co_filename or name.startswith(("<cell", "<ipython-input")):
-        name = "cell"
-    elif whose(code) == LIBRARY:
-        cut = max((i + 1 for i, part in enumerate(parts) if part in INSTALLED), default=len(Path(PACKAGE).parts) - 1)
-        name = "/".join(parts[cut:])
-    return f"{name}:{line}"
-
-
-def within(frame, file: str) -> bool:
-    """Is this file of torch's at work, on this side of the autograd engine?"""
-    while frame is not None and whose(frame.f_code) != ENGINE:
-        if frame.f_code.co_filename.startswith(TORCH) and frame.f_code.co_filename.endswith(file):
-            return True
-        frame = frame.f_back
-    return False
+    if "ipykernel_" in code.co_filename or parts[-1].startswith(("<cell", "<ipython-input")):
+        return f"cell:{line}"
+    cut = max((i + 1 for i, part in enumerate(parts) if part in INSTALLED), default=len(Path(PACKAGE).parts) - 1)
+    return f"{'/'.join(parts[cut:]) if whose(code) == LIBRARY else parts[-1]}:{line}"
 
 
 def name_in_frames(x: Tensor) -> str:
@@ -95,34 +81,39 @@ def name_in_frames(x: Tensor) -> str:
     same = lambda v: v is x or (is_float(v) and v.numel() == x.numel() and key_of(v) == key)
     while frame is not None:
         for name, value in list(frame.f_locals.items()) if whose(frame.f_code) == USER else ():
-            entries = value.items() if isinstance(value, Mapping) else ()
-            if same(value) or (found := next((k for k, v in entries if same(v)), None)) is not None:
-                return name if same(value) else f"{name}[{found!r}]"
+            entries = {name: value} | (
+                {f"{name}[{k!r}]": v for k, v in value.items()} if hasattr(value, "items") else {}
+            )
+            if found := next((n for n, v in entries.items() if same(v)), None):
+                return found
         frame = frame.f_back
     return "an unnamed tensor"
 
 
-# -- what happened ------------------------------------------------------------------------------------------------------
+# -- what happened -----------------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Event:
-    """A birth: a finite number became inf or NaN, an inf became NaN, or a bad value came in from outside."""
+    """A birth: a finite number became inf or NaN, an inf became NaN, or a bad value came in from outside.
+
+    ``frames``: (code, instruction), innermost first, the user's and the libraries' only. ``name``: of a tensor that was bad on
+    arrival. ``deliberate``: an inf that somebody wrote on purpose.
+    """
 
     n: int
     op: str
     phase: str
     module: str
-    frames: tuple  # (code, instruction), innermost first, the user's and the libraries' only
+    frames: tuple
     note: str = ""
-    kind: str = ""
+    kind: str = "nan"
     cause: str = "unknown"
     amount: str = ""
     rows: list[int] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     detail: str = ""
-    name: str = ""  # of a tensor that was bad on arrival
+    name: str = ""
     parents: tuple[Event, ...] = ()
-    deliberate: bool = False  # an inf that somebody wrote on purpose
-    scaled: bool = False  # made by GradScaler
+    deliberate: bool = False
 
     @property
     def source(self) -> str:
@@ -133,16 +124,20 @@ class Event:
         return line_of(*self.frames[0]) if self.frames and whose(self.frames[0][0]) == LIBRARY else ""
 
     def fill(self, t: Tensor, mask: Tensor, **fields: object) -> Event:
-        """Say how much of ``t`` is bad, and in which rows."""
-        self.amount = f"{int(mask.sum())} of {mask.numel()} in {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-        self.rows = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist() if mask.dim() else []
-        self.__dict__.update(fields)
-        return self
+        """The same event, with how much of ``t`` is bad, and in which rows."""
+        amount = f"{int(mask.sum())} of {mask.numel()} in {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+        rows = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist() if mask.dim() else []
+        return replace(self, amount=amount, rows=rows, **fields)
 
     def root(self) -> Event:
         """The earliest ancestor that was not put there on purpose; else this event."""
-        real = [root for root in (p.root() for p in self.parents) if not root.deliberate]
+        # An inf that backward meets in a saved value, but that never reached the loss, does not matter by itself.
+        saved = lambda p: self.phase == "backward" and p.phase == "forward" and p.cause != "masked_row"
+        real = [root for root in (p.root() for p in self.parents if not saved(p)) if not root.deliberate]
         return min(real, key=lambda e: e.n) if real and self.cause != "masked_row" else self
+
+    def descends_from(self, other: Event) -> bool:
+        return self is other or any(p.descends_from(other) for p in self.parents)
 
 
 class Call:
@@ -152,7 +147,6 @@ class Call:
         self.name, self.frame, self.frames, self.below = name, frame, frames, below
 
     def around(self) -> tuple:
-        """The frames outside this call."""
         return self.frames + (self.below.around() if self.below else ())
 
 
@@ -164,77 +158,61 @@ def covers(region: tuple, address: int) -> bool:
     """Does a tensor of this (offset, shape, strides) hold the element at ``address`` of its storage?"""
     rest = address - region[0]
     for step, size in sorted(zip(region[2], region[1], strict=True), reverse=True):
-        index = min(rest // step, size - 1) if step else 0
-        rest -= max(index, 0) * step
+        rest -= max(min(rest // step, size - 1), 0) * step if step else 0
     return rest == 0
 
 
-def merge(groups: Iterable[tuple[Event, ...]]) -> tuple[Event, ...]:
+def merge(groups) -> tuple[Event, ...]:
     return tuple(sorted({id(e): e for events in groups for e in events}.values(), key=lambda e: e.n)[:8])
 
 
 @functools.cache
 def facts(func) -> tuple[str, tuple, bool, bool]:
     """(name, arguments it writes, is the output a view or uninitialised, does it overwrite without reading)."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
+    if (schema := getattr(func, "_schema", None)) is None:
         return str(func), (), False, False
     name, arguments = schema.name.split("::")[-1], list(enumerate(schema.arguments))
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
     if name.endswith("batch_norm") and not writes:  # it updates its running statistics without saying so
         writes = tuple((i, a.name) for i, a in arguments if a.name.startswith("running_"))
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return (
-        name,
-        writes,
-        view or name.startswith(UNINITIALISED),
-        name in OVERWRITES or schema.overload_name.endswith("out"),
-    )
+    overwrites = OVERWRITES.fullmatch(name) or OVERWRITES.fullmatch(f"{name}.{schema.overload_name}")
+    return name, writes, view or name.startswith(UNINITIALISED), bool(overwrites)
 
 
-def leaves(roots: list[Tensor]) -> Iterator[Tensor]:
+def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
     """The leaf tensors that a backward pass from ``roots`` reaches."""
-    todo, seen = [t.grad_fn for t in roots if t.grad_fn is not None], set()
+    todo, seen, found = [t.grad_fn for t in roots], {None}, {}
     while todo:
-        node = todo.pop()
-        if node not in seen:
+        if (node := todo.pop()) not in seen:
             seen.add(node)
-            todo += [n for n, _ in node.next_functions if n is not None]
+            todo += [n for n, _ in node.next_functions]
             if (variable := getattr(node, "variable", None)) is not None:
-                yield variable
+                found[id(variable)] = variable
+    return found
 
 
 class Tracer(TorchDispatchMode):
-    """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each thing that should be finite."""
+    """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
+
+    ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival). ``forward``: autograd
+    sequence number → (call, frames, operation). ``counts``: storages of sums; a zero among them is an empty count. ``reads``:
+    behind the last bad number read into Python. ``setting``: the event of a NaN learning rate. ``outside``: frames around
+    the call of backward(). ``growth``: (number of the operation, largest |parameter|) before each optimizer step.
+    """
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would wrap __torch_dispatch__ twice, at some microseconds an operation
+    _should_skip_dynamo = classmethod(lambda cls: False)  # torch would wrap each operation once more, at a price
 
     def __init__(self) -> None:
         super().__init__()
-        self.n = 0
-        self.taint: dict[StorageWeakRef, list[tuple[tuple, tuple[Event, ...]]]] = {}  # storage → (region, events)
-        self.names: dict[StorageWeakRef, tuple[str, str]] = {}  # storage → (name, the cause if it is bad on arrival)
-        self.counts: set[StorageWeakRef] = set()  # sums: a zero among them may be an empty count
-        self.spreads: set[StorageWeakRef] = set()  # single numbers that are no counts
-        self.forward: dict[int, tuple] = {}  # autograd sequence number → (call, frames, operation)
-        self.modules: dict[int, str] = {}
-        self.parameters: dict[int, tuple[str, Tensor]] = {}
-        self.buffers: dict[str, Tensor] = {}
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}
-        self.growth: list[tuple[int, float]] = []
-        self.sinks: dict[str, tuple[Event, ...]] = {}
-        self.reads: tuple[Event, ...] = ()  # behind the last bad number that was read into Python
-        self.call: Call | None = None
-        self.stepping: torch.optim.Optimizer | None = None
-        self.bad_setting: Event | None = None  # a NaN learning rate
+        self.n, self.call, self.stepping, self.setting = 0, None, None, None
         self.scaler_skips = self.went_backward = False
-        self.outside: tuple = ()  # frames around the call of backward()
+        self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
+        self.parameters, self.buffers, self.optimizers = {}, {}, {}
+        self.counts, self.reads, self.outside, self.growth = set(), (), (), []
 
-    # -- what things are called -----------------------------------------------------------------------------------------
+    # -- what things are called ----------------------------------------------------------------------------------------
     def adopt(self, model: nn.Module, prefix: str = "") -> None:
         """Learn the names of a model's modules, parameters and buffers."""
         for name, module in model.named_modules():
@@ -250,6 +228,14 @@ class Tracer(TorchDispatchMode):
         self.name(p, f"parameter {name}", "bad_state")
         self.name(p.grad, f"gradient of {name}, left over from before", "bad_state")
 
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+        """Learn what its state is called, which may have been restored from a checkpoint."""
+        self.optimizers[id(optimizer)] = optimizer
+        for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+            self.adopt_parameter(f"#{i}", p)
+            for name, value in optimizer.state.get(p, {}).items():
+                self.name(value, f"optimizer state {name} of {self.name_of(p)}", "bad_state")
+
     def name(self, t: object, name: str, cause: str = "bad_input") -> None:
         if is_float(t):
             self.names.setdefault(key_of(t), (name, cause))
@@ -257,30 +243,11 @@ class Tracer(TorchDispatchMode):
     def name_of(self, p: Tensor) -> str:
         return self.parameters.get(id(p), ("a leaf tensor",))[0]
 
-    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """On its first step: what its state is called, which may have been restored from a checkpoint."""
-        self.optimizers[id(optimizer)] = optimizer
-        for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-            self.adopt_parameter(f"#{i}", p)
-            for name, value in optimizer.state.get(p, {}).items():
-                self.name(value, f"optimizer state {name} of {self.name_of(p)}", "bad_state")
-
-    def check_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """A NaN learning rate is no tensor at all."""
-        settings = [(i, k, v) for i, group in enumerate(optimizer.param_groups) for k, v in group.items()]
-        for i, name, value in settings:
-            if isinstance(value, (float, Tensor)) and not math.isfinite(value) and self.bad_setting is None:
-                label, event = f"{name} of the optimizer", self.event("step")
-                detail = f"param_groups[{i}]['{name}'] is {float(value)} when step() is called."
-                kind = "nan" if value != value else "inf"
-                event.__dict__.update(op=label, name=label, phase="state", cause="bad_state", kind=kind, detail=detail)
-                self.bad_setting, self.sinks[label] = event, (event,)
-
-    # -- entering and leaving -------------------------------------------------------------------------------------------
+    # -- entering and leaving ------------------------------------------------------------------------------------------
     def __enter__(self):
         self.hooks = [
-            module_hooks.register_module_forward_pre_hook(self.enter_module),
-            module_hooks.register_module_forward_hook(self.leave_module, always_call=True),
+            register_module_forward_pre_hook(self.enter_module),
+            register_module_forward_hook(self.leave_module, always_call=True),
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         ]
@@ -288,17 +255,16 @@ class Tracer(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *exc):
-        torch.autograd.backward = self.backward
+        torch.autograd.backward, self.call = self.backward, None
         for hook in self.hooks:
             hook.remove()
-        self.call = None
         return super().__exit__(*exc)
 
     def enter_module(self, module: nn.Module, _args) -> None:
         if id(module) not in self.modules:
             self.adopt(module)
         frame = sys._getframe(1)
-        frames, engine = walk(frame, self.call and self.call.frame)
+        frames, engine, _ = walk(frame, self.call and self.call.frame)
         name = self.modules[id(module)] or type(module).__name__
         self.call = Call(name, frame, frames + self.outside if engine else frames, self.call)
 
@@ -306,13 +272,28 @@ class Tracer(TorchDispatchMode):
         if self.call:
             self.call.frame, self.call = None, self.call.below
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *_args) -> None:
+    def before_step(self, optimizer: Optimizer, *_args) -> None:
         with _disable_current_modes():
             self.stepping = optimizer
             if id(optimizer) not in self.optimizers:
                 self.adopt_optimizer(optimizer)
-            self.check_settings(optimizer)
             self.growth.append((self.n, self.largest()))
+            for name, value in (item for group in optimizer.param_groups for item in group.items()):
+                if isinstance(value, (float, Tensor)) and not math.isfinite(
+                    value
+                ):  # a NaN learning rate is no tensor at all
+                    label, detail = f"{name} of the optimizer", f"{name} is {float(value)} when step() is called."
+                    kind = "nan" if value != value else "inf"
+                    state = {
+                        "op": label,
+                        "name": label,
+                        "phase": "state",
+                        "cause": "bad_state",
+                        "kind": kind,
+                        "detail": detail,
+                    }
+                    self.setting = replace(self.event("step"), **state)
+                    self.sinks.setdefault(label, (self.setting,))
 
     def after_step(self, *_args) -> None:
         self.stepping = None
@@ -321,50 +302,48 @@ class Tracer(TorchDispatchMode):
         """The largest finite |parameter| in a sample of each that an optimizer moves."""
         groups = (g for o in self.optimizers.values() for g in o.param_groups)
         samples = [plain(p).flatten()[:4096] for g in groups for p in g["params"] if p.numel()]
-        values = [abs(v.item()) for s in samples for v in torch.aminmax(s)]
-        return max((v for v in values if math.isfinite(v)), default=math.nan)
+        return max((v for s in samples if math.isfinite(v := s.abs().max().item())), default=math.nan)
 
     def run_backward(self, tensors, *args, **kwargs):
+        """In place of torch.autograd.backward: look at the loss before, at the gradients after."""
         if torch._C._current_graph_task_id() != -1:
             return self.backward(tensors, *args, **kwargs)
         roots = [t for t in ([tensors] if isinstance(tensors, Tensor) else tensors) if is_float(t)]
-        self.went_backward, (self.outside, _) = True, walk(sys._getframe(1))
+        self.went_backward, self.outside = True, walk(sys._getframe(1))[0]
         for t in roots:
             self.sink("the loss given to backward()", t)
         result = self.backward(tensors, *args, **kwargs)
-        with (
-            _disable_current_modes()
-        ):  # gradients are looked at here: a guard may throw them away, another rank may spoil them
-            for p in leaves(roots):
+        with _disable_current_modes():  # now: a guard may throw the gradients away, or another rank have spoilt them
+            for p in leaves(roots).values():
+                if id(p) not in self.parameters:
+                    self.adopt_parameter(name_in_frames(p), p)
                 self.sink(f"gradient of {self.name_of(p)}", p.grad)
         return result
 
-    # -- where are we ---------------------------------------------------------------------------------------------------
+    # -- where are we --------------------------------------------------------------------------------------------------
     def event(self, op: str, writes_leaf: bool = False) -> Event:
         """A blank event, here and now: phase, module, and lines."""
-        local, engine = walk(sys._getframe(1), self.call and self.call.frame)
+        local, engine, recomputed = walk(sys._getframe(1), self.call and self.call.frame)
         around = self.outside if engine else ()
-        if torch._C._current_graph_task_id() == -1 or (local and within(sys._getframe(1), "checkpoint.py")):
+        if torch._C._current_graph_task_id() == -1 or recomputed:
             frames = local + (self.call.around() if self.call else around)
-            note = "recomputed for checkpointing" if engine else ""
             if self.stepping is not None or (writes_leaf and not torch.is_grad_enabled()):
                 return Event(self.n, op, "optimizer", "", frames)
+            note = "recomputed for checkpointing" if recomputed and engine else ""
             return Event(self.n, op, "forward", self.call.name if self.call else "", frames, note)
         # A native node is tied to the forward line that made it; Python code in a backward has a line of its own.
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else -9
-        made = next((self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), None)
-        call, lines, op_before = made or (None, around, "")
-        module, note = call.name if call else "", f"gradient of {op_before}" if made else ""
-        if (
-            variable := getattr(node, "variable", None)
-        ) is not None:  # AccumulateGrad: a parameter, but no forward line
+        made = next((self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (None, around, ""))
+        (call, lines, forward_op), variable = made, getattr(node, "variable", None)
+        module, note = call.name if call else "", f"gradient of {forward_op}"
+        if variable is not None:  # AccumulateGrad: a parameter, but no forward line
             lines, call, note = around, None, f"gradient of {self.name_of(variable)}"
             module = self.name_of(variable).rpartition(".")[0]
         frames = local + around if local else lines + (call.around() if call else ())
         return Event(self.n, op, "backward", module, frames, f"{node.name()}, {note}" if node is not None else "")
 
-    # -- what happens ---------------------------------------------------------------------------------------------------
+    # -- what happens --------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name, writes, skip, overwrites = facts(func)
@@ -382,65 +361,55 @@ class Tracer(TorchDispatchMode):
             self.forward[number] = (self.call, walk(sys._getframe(1), self.call and self.call.frame)[0], name)
         if skip or (self.stepping is not None and not self.taint and harmless(name, args)):
             return out
-        outs = written or [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if is_float(t)]
-        if written and isinstance(out, tuple):
-            outs = written + [t for t in out if is_float(t) and not any(t is w for w in written)]
-        found = [(i, t, kind) for i, t in enumerate(outs) if (kind := bad(t))]
-        if found:
+        produced = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if is_float(t)]
+        outs = written + [t for t in produced if not any(t is w for w in written)] if len(written) < 9 else written
+        if found := [(i, t, kind) for i, t in enumerate(outs) if (kind := bad(t))]:
             self.note(Birth(name, func, args, kwargs), outs, found, before)
-        if name in BOUNDARY and (name[0] == "_" or (isinstance(out, Tensor) and out.numel() <= 64)):
-            self.boundary(name, args, out)
-        return out
-
-    def boundary(self, name: str, args: tuple, out) -> None:
-        if name in COUNTS:
+        if name == "sum" and out.numel() <= 4096:
             self.counts.add(key_of(out))
-        elif name in SPREADS:
-            self.spreads.add(key_of(out))
         elif name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
             self.reads = self.blame(args[0], kind)
-        elif name.startswith("_amp"):
-            self.scaler_skips |= bool(args[1]) and float(args[2]) < 1  # at a scale of 1 there is nothing left to lower
+        elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
+            self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
+        return out
 
     def note(self, birth: Birth, outs: list[Tensor], found: list, before: dict[int, str | None]) -> None:
         """Some outputs are not finite: carried on from the inputs, or born here?"""
         born: Event | None = None
         for i, t, kind in found:
-            case = birth.aligned(i, len(outs))
-            case.out, case.kind = t, kind
-            if self.stepping is not None and id(t) not in before and key_of(t) not in self.taint:
-                case.was_bad_before(t) and self.arrived(t, kind)
-            if self.stepping is not None and id(t) not in before:
+            case = birth.aligned(i, len(outs), out=t, kind=kind)
+            if self.stepping is not None and id(t) not in before:  # not looked at beforehand, so find out now
+                case.was_bad_before(t) and key_of(t) not in self.taint and self.arrived(t, kind)
                 before[id(t)] = kind if key_of(t) in self.taint else ""
-            case.inputs = [(a, x, before[id(x)] if id(x) in before else bad(x)) for a, x in case.tensors()]
-            case.inputs = [(a, x, k) for a, x, k in case.inputs if k is not None]
+            inputs = [(a, x, before[id(x)] if id(x) in before else bad(x)) for a, x in case.tensors()]
+            case.inputs = [(a, x, k) for a, x, k in inputs if k is not None]
             blame = {id(x): self.blame(x, k) for _, x, k in case.inputs if k}
             carried, parents, is_born = trace(case, blame, before)
-            if is_born:
-                born = born or self.born(case, parents, id(t) in before)
-            self.record(t, (*carried, *((born,) if is_born and born else ())))
+            if is_born and born is None:
+                born = self.born(case, parents, id(t) in before)
+            self.record(t, (*carried, born) if is_born else carried)
 
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
-        leaf = written and birth.out.is_leaf and birth.out.requires_grad
-        event = self.event(birth.op.rstrip("_"), leaf)
-        birth.phase, birth.native = event.phase, not walk(sys._getframe(1), self.call and self.call.frame)[0]
-        birth.counted = lambda t: key_of(t) in self.counts or (t.numel() == 1 and key_of(t) not in self.spreads)
+        event = self.event(birth.op.rstrip("_"), written and birth.out.is_leaf and birth.out.requires_grad)
+        birth.native = event.phase == "backward" and not walk(sys._getframe(1), self.call and self.call.frame)[0]
+        birth.saved = any(p.phase == "forward" and not p.deliberate for p in parents)
+        birth.phase, birth.counted = event.phase, lambda t: key_of(t) in self.counts
         birth.eps = self.stepping.param_groups[0].get("eps") if self.stepping is not None else None
-        literal = birth.literal and birth.literal == birth.kind.strip("-")
-        if literal and self.stepping is not None and self.bad_setting:
-            return self.bad_setting
-        cause, detail = diagnose(birth) if not literal else ("bad_input" if event.phase == "forward" else "unknown", "")
-        inputs = [f"{a}: {span(x)}" for a, x, _ in birth.inputs]
-        mask = birth.fresh if birth.fresh is not None else bad_mask(birth.out)
+        (cause, detail), name = diagnose(birth), ""
+        literal = birth.literal == birth.kind.strip("-")  # written in the code: a mask, a sentinel, a poisoned number
+        if literal and self.stepping is not None and self.setting:
+            return self.setting
+        if literal and event.phase == "forward":
+            cause, detail, event.phase, name = "bad_input", "", "data", f"a constant in {event.op}"
         return event.fill(
-            birth.out, mask, kind=birth.kind.strip("-"), cause=cause, detail=detail, inputs=inputs, parents=parents,
-            deliberate=bool(literal) and birth.kind != "nan", scaled=within(sys._getframe(1), "grad_scaler.py"),
+            birth.out, birth.fresh if birth.fresh is not None else bad_mask(birth.out), kind=birth.kind.strip("-"), cause=cause,
+            detail=detail, name=name, inputs=[f"{a}: {span(x)}" for a, x, _ in birth.inputs], parents=parents,
+            deliberate=literal and birth.kind != "nan",
         )  # fmt: skip
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
         """Whose fault is the first bad element of ``x``? Nobody's here, if it came in from outside."""
-        records = self.taint.get(key_of(x))
-        if not records:
+        if not (records := self.taint.get(key_of(x))):
             return (self.arrived(x, kind),)
         p = plain(x)
         first, address = int(bad_mask(x).flatten().to(torch.uint8).argmax()), p.storage_offset()
@@ -450,9 +419,8 @@ class Tracer(TorchDispatchMode):
         return next((events for region, events in reversed(records) if covers(region, address)), records[-1][1])
 
     def arrived(self, x: Tensor, kind: str) -> Event:
-        known = self.names.get(key_of(x))
+        known, good = self.names.get(key_of(x)), plain(x)[~bad_mask(x)]
         name, cause = known or (name_in_frames(x), "bad_state" if isinstance(x, nn.Parameter) else "bad_input")
-        good = plain(x)[~bad_mask(x)]
         mask = kind == "-inf" and not isinstance(x, nn.Parameter) and bool((good == good[:1]).all())  # 0 and −inf only
         event = self.event(name).fill(
             x, bad_mask(x), phase="state" if cause == "bad_state" else "data", kind=kind.strip("-"), cause=cause, name=name,
@@ -462,33 +430,28 @@ class Tracer(TorchDispatchMode):
         return event
 
     def record(self, t: Tensor, events: tuple[Event, ...]) -> None:
-        p = plain(t)
-        records = self.taint.setdefault(key_of(t), [])
+        p, records = plain(t), self.taint.setdefault(key_of(t), [])
         if p.numel() * p.element_size() >= p.untyped_storage().nbytes():
             records.clear()
         records.append(((p.storage_offset(), tuple(p.shape), p.stride()), events))
 
-    # -- what should have been finite -----------------------------------------------------------------------------------
-    def sink(self, name: str, t: object) -> None:
+    # -- what should have been finite ----------------------------------------------------------------------------------
+    def sink(self, name: str, value: object) -> None:
         """Something that ought to be finite: remember whose fault it is, if it is not."""
-        if is_float(t) and name not in self.sinks and (kind := bad(t)):
-            self.sinks[name] = self.blame(t, kind)
-
-    def sink_number(self, name: str, value: float) -> None:
-        """A Python number in the result: it was read from a tensor, most likely the last bad one that was read."""
-        if not math.isfinite(value):
-            kind = "nan" if value != value else "inf"
-            self.sinks[name] = self.reads or (Event(self.n, "float", "forward", "", (), kind=kind, name=name),)
+        if is_float(value) and name not in self.sinks and (kind := bad(value)):
+            self.sinks[name] = self.blame(value, kind)
+        elif isinstance(value, float) and not math.isfinite(value):  # most likely the last bad number that was read
+            unknown = Event(self.n, "float", "forward", "", (), kind="nan" if value != value else "inf", name=name)
+            self.sinks[name] = self.reads or (unknown,)
 
     def sink_state(self) -> None:
         """Parameters, gradients, optimizer state; buffers only if this step made them NaN."""
         for name, p in self.parameters.values() if self.taint else ():
             self.sink(f"gradient of {name}", p.grad)
             self.sink(f"parameter {name}", p)
-        for optimizer in self.optimizers.values() if self.taint else ():
-            for p, state in optimizer.state.items():
-                for name, value in state.items():
-                    self.sink(f"optimizer state {name} of {self.name_of(p)}", value)
+        for p, state in (item for o in self.optimizers.values() if self.taint for item in o.state.items()):
+            for name, value in state.items():
+                self.sink(f"optimizer state {name} of {self.name_of(p)}", value)
         for name, buffer in self.buffers.items() if self.taint else ():
             if is_float(buffer) and bad(buffer) == "nan" and not any(e.name for e in self.blame(buffer, "nan")):
                 self.sink(f"buffer {name}", buffer)
@@ -514,15 +477,13 @@ def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, t
     bad_in = [(x, k) for _, x, k in birth.inputs if k]
     if birth.pointwise and not any(id(x) in before for x, _ in bad_in):
         out, nan = bad_mask(birth.out), torch.isnan(birth.out)
-        was_bad, was_nan = torch.zeros_like(out), torch.zeros_like(out)
-        for x, _ in bad_in:
-            was_bad |= bad_mask(x)
-            was_nan |= torch.isnan(x)
+        was_bad = functools.reduce(torch.logical_or, (bad_mask(x) for x, _ in bad_in), torch.zeros_like(out))
+        was_nan = functools.reduce(torch.logical_or, (torch.isnan(x) for x, _ in bad_in), torch.zeros_like(out))
         birth.fresh = (out & ~was_bad) | (nan & ~was_nan)
         touching = lambda mask, where: merge(blame[id(x)] for x, _ in bad_in if (mask(x) & where).any())
         carried = merge([touching(torch.isnan, nan & ~birth.fresh), touching(bad_mask, out & ~nan)])
         return carried, touching(bad_mask, birth.fresh), bool(birth.fresh.any())
-    same = [x for x, k in bad_in if k == "nan" or birth.kind != "nan"]
-    if birth.op in ("_log_softmax", "logsumexp") and birth.kind != "nan":
-        same = []  # a probability of zero becomes visible here, whatever masked it
+    # log_softmax of −inf is a log of zero: a probability of zero becomes visible here, whatever masked it
+    visible = birth.op in ("_log_softmax", "logsumexp") and birth.kind != "nan"
+    same = [x for x, k in bad_in if (k == "nan" or birth.kind != "nan") and not visible]
     return merge(blame[id(x)] for x in same), () if same else merge(blame.values()), not same
