@@ -173,6 +173,12 @@ def _fp16(args):
     return args
 
 
+def _shrink(model):
+    """Many entries fall below the smallest normal number of float16."""
+    for weight in model.parameters():
+        weight.mul_(0.01)
+
+
 def _kill_norm(model):
     norm = model.gpt_neox.final_layer_norm
     norm.weight.zero_()
@@ -273,6 +279,7 @@ HEALTHY = {
     "Gemma": lambda: look(model=make_gemma(torch.bfloat16)),
     "mask buffer": lambda: look(model=with_mask_buffer()),
     "half LayerNorm": lambda: look(model=with_half_layer_norm()),
+    "small fp16 weights": lambda: look(model=broken(_shrink, torch.float16).requires_grad_(False)),
     "unused rows of the vocabulary": lambda: look(model=make_model(rows=512)),
 }
 
@@ -308,6 +315,14 @@ def test_truncation_is_what_trl_does_to_the_rows(max_length, mode):
     assert away or mode == "keep_end"
 
 
+@pytest.mark.parametrize("labels", [[5, -100, -100], [-100, -100, -100], [-100, -100, 7], [5, 6, -100]])
+def test_a_row_without_label_is_one_whose_real_loss_is_nan(labels):
+    """Also where only the first token is counted: nothing predicts it."""
+    loss = make_model()(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([labels])).loss
+    codes = look([{"input_ids": [5, 6, 7], "labels": labels}]).codes
+    assert codes == (["no_label"] if loss.isnan() else [])
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("eps", [1e-8, 1e-4])
 def test_the_adam_finding_is_what_a_real_step_does(eps, fused):
@@ -330,14 +345,15 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_batch_norm_statistics_are_seen_and_not_changed():
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4, eps=0.0))
+    torch.nn.init.zeros_(model[0].weight)  # how residual networks start
     assert look(model=model).codes == []
     model[0].running_var[1] = math.nan
     assert look(model=model).codes == ["bad_buffers"]
     assert model[0].num_batches_tracked == 0
 
 
-@pytest.mark.parametrize("rewards", [[0.1] * 7, [0.0] * 3, [-5.0, -5.0], [1e6] * 4])
+@pytest.mark.parametrize("rewards", [[0.1] * 7, [0.0] * 3, [-5.0, -5.0], [1e6] * 4, [0.1, 0.1 + 1e-9]])
 def test_equal_rewards_are_constant_whatever_their_size(rewards):
     rows = [{"prompt": "a", "completion": "b", "reward": float(torch.tensor(r)), "group": 0} for r in rewards]
     assert look(rows).codes == ["constant_group"]
