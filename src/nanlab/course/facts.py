@@ -281,7 +281,7 @@ CATEGORIES: dict[str, Category] = {
 SHARED_SUBJECTS = {"symbol": "element", "atomic number": "element"}
 
 
-def _order(text: str) -> str:
+def order(text: str) -> str:
     """A sort key that shuffles: the same on every machine, and for each row independent of the other rows."""
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -321,7 +321,7 @@ def _other_answers(name: str, fact: Fact) -> list[str]:
 def _held_out(name: str) -> set[str]:
     """The subjects of a category that training never sees: one in five."""
     shared = SHARED_SUBJECTS.get(name, name)
-    subjects = sorted((fact.subject for fact in CATEGORIES[name].facts), key=lambda subject: _order(shared + subject))
+    subjects = sorted((fact.subject for fact in CATEGORIES[name].facts), key=lambda subject: order(shared + subject))
     return set(subjects[: max(2, round(len(subjects) / HELD_OUT_SHARE))])  # two, so that each has a wrong answer
 
 
@@ -334,7 +334,7 @@ def preference_rows(held_out: bool) -> list[dict[str, str]]:
         if (fact.subject in _held_out(name)) == held_out
         for question, gold in category.templates
     ]
-    asked.sort(key=lambda row: _order(_prompt(row[1], row[2])))
+    asked.sort(key=lambda row: order(_prompt(row[1], row[2])))
     return [_row(*row, plain=i % PLAIN_SHARE == 0) for i, row in enumerate(asked)]
 
 

