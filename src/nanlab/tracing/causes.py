@@ -118,7 +118,10 @@ class Birth:
             (x, *p) for _, x, k in self.inputs if k for p in zip(x.shape[::-1], self.out.shape[::-1], strict=False)
         ]
         fits = all(a in (1, b) and x.dim() <= self.out.dim() for x, a, b in pairs)
-        return torch.Tag.pointwise in getattr(self.func, "tags", ()) and fits
+        simple = all(
+            t.layout is torch.strided and not t.is_complex() for t in [self.out, *(x for _, x, _ in self.inputs)]
+        )
+        return torch.Tag.pointwise in getattr(self.func, "tags", ()) and fits and simple
 
     @property
     def divides_by_zero(self) -> bool:
@@ -152,13 +155,6 @@ class Birth:
         """Are the finite inputs so large that their squares add up to more than the dtype holds?"""
         peak = lambda x: plain(x).abs().max().double().item() ** 2 * x.numel() > torch.finfo(x.dtype).max
         return any(x.numel() and not kind and peak(x) for _, x, kind in self.inputs)
-
-    def was_bad_before(self, t: Tensor) -> bool:
-        """An in-place operation, done again on zeros: if that is finite, the bad number was there before."""
-        zero = torch.zeros_like(t)
-        swap = lambda v: zero if v is t else [swap(u) for u in v] if isinstance(v, (list, tuple)) else v
-        self.func(*map(swap, self.args), **self.kwargs)
-        return self.op.endswith("_") and not bad(zero)
 
     def excess(self) -> str:
         """How far past the largest number of the dtype, by doing the operation again in float64."""

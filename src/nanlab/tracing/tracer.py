@@ -210,7 +210,7 @@ class Tracer(TorchDispatchMode):
         self.scaler_skips = self.went_backward = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
-        self.counts, self.reads, self.outside, self.growth = set(), (), (), []
+        self.counts, self.checked, self.reads, self.outside, self.growth = set(), set(), (), (), []
 
     # -- what things are called ----------------------------------------------------------------------------------------
     def adopt(self, model: nn.Module, prefix: str = "") -> None:
@@ -275,8 +275,13 @@ class Tracer(TorchDispatchMode):
     def before_step(self, optimizer: Optimizer, *_args) -> None:
         with _disable_current_modes():
             self.stepping = optimizer
-            if id(optimizer) not in self.optimizers:
+            if id(optimizer) not in self.checked:  # what was restored from a checkpoint; afterwards every write is seen
                 self.adopt_optimizer(optimizer)
+                self.checked.add(id(optimizer))
+                state = [v for values in optimizer.state.values() for v in values.values() if is_float(v)]
+                for t in [p for g in optimizer.param_groups for p in g["params"]] + state:
+                    if (kind := bad(t)) and key_of(t) not in self.taint:
+                        self.arrived(t, kind)
             self.growth.append((self.n, self.largest()))
             for name, value in (item for group in optimizer.param_groups for item in group.items()):
                 if isinstance(value, (float, Tensor)) and not math.isfinite(
@@ -353,7 +358,7 @@ class Tracer(TorchDispatchMode):
             written = [t for v in found for t in (v if isinstance(v, (list, tuple)) else (v,)) if is_float(t)]
             if overwrites:
                 before = dict.fromkeys(map(id, written))
-            elif self.stepping is None or name.startswith("_fused"):
+            elif self.stepping is None:  # an optimizer's tensors were looked at when it began, and after every write
                 before = {id(t): bad(t) for t in written}
         out = func(*args, **kwargs)
         self.n += 1
@@ -378,9 +383,8 @@ class Tracer(TorchDispatchMode):
         born: Event | None = None
         for i, t, kind in found:
             case = birth.aligned(i, len(outs), out=t, kind=kind)
-            if self.stepping is not None and id(t) not in before:  # not looked at beforehand, so find out now
-                case.was_bad_before(t) and key_of(t) not in self.taint and self.arrived(t, kind)
-                before[id(t)] = kind if key_of(t) in self.taint else ""
+            if self.stepping is not None:
+                before.setdefault(id(t), kind if key_of(t) in self.taint else "")
             inputs = [(a, x, before[id(x)] if id(x) in before else bad(x)) for a, x in case.tensors()]
             case.inputs = [(a, x, k) for a, x, k in inputs if k is not None]
             blame = {id(x): self.blame(x, k) for _, x, k in case.inputs if k}
@@ -401,10 +405,14 @@ class Tracer(TorchDispatchMode):
             return self.setting
         if literal and event.phase == "forward":
             cause, detail, event.phase, name = "bad_input", "", "data", f"a constant in {event.op}"
+        mask = birth.fresh if birth.fresh is not None else bad_mask(birth.out)
+        mask = mask & torch.isnan(birth.out) if cause in ("zero_times_inf", "inf_minus_inf") else mask
+        mask = birth.fresh if birth.fresh is not None else bad_mask(birth.out)
+        if cause in ("zero_times_inf", "inf_minus_inf"):
+            mask = mask & torch.isnan(plain(birth.out))
         return event.fill(
-            birth.out, birth.fresh if birth.fresh is not None else bad_mask(birth.out), kind=birth.kind.strip("-"), cause=cause,
-            detail=detail, name=name, inputs=[f"{a}: {span(x)}" for a, x, _ in birth.inputs], parents=parents,
-            deliberate=literal and birth.kind != "nan",
+            birth.out, mask, kind=birth.kind.strip("-"), cause=cause, detail=detail, name=name, parents=parents,
+            inputs=[f"{a}: {span(x)}" for a, x, _ in birth.inputs], deliberate=literal and birth.kind != "nan",
         )  # fmt: skip
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
@@ -419,6 +427,9 @@ class Tracer(TorchDispatchMode):
         return next((events for region, events in reversed(records) if covers(region, address)), records[-1][1])
 
     def arrived(self, x: Tensor, kind: str) -> Event:
+        variable = getattr(torch._C._current_autograd_node(), "variable", None)
+        if variable is not None and variable.grad is not None and key_of(variable.grad) == key_of(x):
+            self.adopt_parameter(name_in_frames(variable), variable)
         known, good = self.names.get(key_of(x)), plain(x)[~bad_mask(x)]
         name, cause = known or (name_in_frames(x), "bad_state" if isinstance(x, nn.Parameter) else "bad_input")
         mask = kind == "-inf" and not isinstance(x, nn.Parameter) and bool((good == good[:1]).all())  # 0 and −inf only
