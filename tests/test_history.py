@@ -259,8 +259,23 @@ def test_the_onset_of_a_divergence_is_found(seed):
 
 
 def test_a_grad_scaler_at_work_is_not_a_dead_run():
-    norms = [INF, INF, NAN, *steady(20), INF, *steady(10)]
+    norms = [INF, INF, NAN, *steady(20), INF, *steady(10), INF]
     assert autopsy(train(falling(len(norms)), norms)).codes == []
+
+
+def test_a_few_noisy_entries_are_no_trend():
+    assert autopsy(train([0.7, 6.65, 2.32, 1.69, 0.65], [0.24, 3.12, 1.06, 7.57, 10.84])).codes == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_death_without_a_climb_is_sudden_however_noisy_the_run(seed):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(20, 200))
+    norms, losses = 10 ** rng.normal(0, 0.3, count), 2 + rng.normal(0, 0.3, count)
+    norms[-1] *= 3
+    findings = autopsy(train([*losses, 0.0, 0.0], [*norms, NAN, NAN]))
+    assert findings.codes == ["filter_footprint", "sudden_divergence"]
+    assert findings[1].rows[0] == count + 1
 
 
 def test_what_is_missing_lowers_the_confidence():
