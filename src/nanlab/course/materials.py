@@ -5,11 +5,12 @@ Nothing is downloaded unless a hub id was given. What cannot be used raises ``In
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,22 +182,24 @@ def _cache() -> Path:
 
 def _dequantise(weights: Path, folder: Path) -> None:
     """Write the model of a GGUF file to ``folder``: in a draft beside it, then renamed, so it is whole or not there."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
+    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    # Newer releases keep the weights in 4-bit blocks unless told not to; older ones have no such setting.
+    dense = (
+        {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
     try:
-        with _no_progress_bars():
-            where = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
-            del model.config.quantization_config  # these are plain weights now
-            model.save_pretrained(draft)
-            AutoTokenizer.from_pretrained(**where).save_pretrained(draft)
-        try:
-            draft.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was first, with the same content
-                raise
+        with _no_progress_bars(), redirect_stderr(io.StringIO()):
+            model = transformers.AutoModelForCausalLM.from_pretrained(**source, **dense, dtype=torch.float32)
+            clone(model, torch.bfloat16).save_pretrained(draft)  # a plain model, which has no memory of the file
+            transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(draft)
+        draft.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was first, with the same content
+            raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
