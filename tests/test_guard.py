@@ -25,7 +25,8 @@ POSITIONS = {"first": {0}, "middle": {3}, "last": {7}, "adjacent": {3, 4}, "five
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a run that ends leaves a post-mortem where it ran
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -149,6 +150,12 @@ def test_a_bad_loss_is_enough_even_with_clean_gradients(value):
     allowed, guard = one_step(lambda model, loss: loss.detach() * 0 + value)
     assert not allowed
     assert [f.what for f in guard.events[0].findings] == ["loss"]
+
+
+def test_a_refused_step_leaves_no_gradient():
+    """So that a loop which calls `zero_grad` only after a step does not carry the NaN into the next one."""
+    _, guard = one_step(lambda model, loss: math.nan)
+    assert all(parameter.grad is None for parameter in guard.model.parameters())
 
 
 def test_a_python_float_is_a_loss_too():
@@ -354,6 +361,7 @@ def scaled_step(guard, model, optimizer, scaler, factor=1.0, gradient=None):
     scaler.scale(loss).backward()
     if gradient is not None:
         model[4].bias.grad.fill_(gradient)
+    scaler.unscale_(optimizer)  # as one does before clipping
     if allowed := guard.allow_step(loss):
         scaler.step(optimizer)
         scaler.update()
@@ -527,10 +535,13 @@ class Syncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def rows(count: int, bad=()) -> list[dict]:
+def rows(count: int, bad=(), poisoned="factor") -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, 50, (8,), generator=generator) for _ in range(count)]
-    return [{"input_ids": x, "labels": x, "factor": math.nan if i in bad else 1.0} for i, x in enumerate(ids)]
+    data = [{"input_ids": x, "labels": x, "factor": 1.0, "offset": 0.0} for x in ids]
+    for i in bad:
+        data[i][poisoned] = math.nan
+    return data
 
 
 def tiny(family: str, **options):
@@ -547,14 +558,14 @@ def make_trainer(data, folder, accumulation=1, optimizer="adamw", schedule=None,
     from transformers import Trainer, TrainingArguments
 
     class InOrder(Trainer):
-        """Rows in order, and a factor on the loss of each: nan for a poisoned row."""
+        """Rows in order. A poisoned row has a factor of nan on its loss, or an offset, which no gradient passes."""
 
         def _get_train_sampler(self, *args, **kwargs):
             return SequentialSampler(self.train_dataset)
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            factor = inputs.pop("factor")
-            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) * factor.mean()
+            factor, offset = inputs.pop("factor").mean(), inputs.pop("offset").mean()
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) * factor + offset
             return (loss, {}) if return_outputs else loss
 
     model = model or tiny("GPTNeoX", hidden_dropout=0.1, attention_dropout=0.1)
@@ -598,6 +609,19 @@ def test_trainer_ends_as_if_it_had_never_seen_the_bad_batches(where, accumulatio
     assert_identical(got, expected)
     assert [event.step for event in guard.events] == [i + 1 for i in sorted(where)]
     assert guard.summary().rows_lost == step_rows * len(where)
+
+
+def test_a_bad_loss_of_any_micro_batch_counts_also_where_no_gradient_shows_it(tmp_path):
+    trainer = make_trainer(rows(16, {4}, "offset"), tmp_path, accumulation=2)
+    _, guard = trained(trainer)
+    assert [(e.step, str(e.findings[0])) for e in guard.events] == [(2, "loss of micro-batch 1 of 2 is nan")]
+
+
+def test_the_optimizer_is_not_called_for_a_refused_step(tmp_path):
+    trainer, calls = make_trainer(rows(12, {2, 6}), tmp_path), []
+    trainer.optimizer.register_step_post_hook(lambda *args: calls.append(trainer.state.global_step + 1))
+    trained(trainer)
+    assert calls == [1, 3, 5, 6]
 
 
 def test_the_schedule_waits_for_a_refused_step(tmp_path):
@@ -658,7 +682,7 @@ def test_a_healthy_step_of_a_loop_fetches_one_number():
 def test_clipping_does_not_hide_which_gradient_was_bad(tmp_path):
     trainer = make_trainer(rows(4), tmp_path, max_grad_norm=0.5)
     head = trainer.model.get_output_embeddings().weight
-    head.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), math.inf))
+    head.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), math.nan))
     _, guard = trained(trainer)
     assert [event.name for event in guard.events] == [name_of(head, trainer.model)] * 2
 

@@ -581,7 +581,8 @@ class Guard:
 
         def step():
             calls = [self._replay] if self._replay else [_call_again(self._call, b, self.device) for b in self._batches]
-            loss = _forward_backward(calls, self._batches[0]["rng"], self.device)
+            set_rng_state(self._batches[0]["rng"], self.device)
+            loss = _forward_backward(calls, self.device)
             if late:
                 self.optimizer.step()
             return loss
@@ -628,9 +629,8 @@ def _to(leaf: Any, device: torch.device) -> Any:
     return leaf.to(device) if torch.is_tensor(leaf) else leaf
 
 
-def _forward_backward(calls: Iterable[Callable[[], Tensor]], rng: Mapping, device: torch.device) -> Tensor:
+def _forward_backward(calls: Iterable[Callable[[], Tensor]], device: torch.device) -> Tensor:
     """The sum of the losses, each with its backward done: gradients add up as they did in the step."""
-    set_rng_state(rng, device)
     total = torch.zeros((), device=device)
     for call in calls:
         loss = call()
@@ -729,8 +729,7 @@ def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> 
     before, training = rng_state(device), model.training
     model.train()
     try:
-        run = functools.partial(_forward_backward, calls, batches[0]["rng"], device)
-        return locate(run, model=model, **_named_tensors(batches))
+        return locate(functools.partial(_forward_backward, calls, device), model=model, **_named_tensors(batches))
     finally:
         model.train(training)
         model.zero_grad(set_to_none=True)
