@@ -487,11 +487,12 @@ def test_post_mortem_replays_the_same_loss_in_a_fresh_model(located, tmp_path):
     assert "loss is inf" in (folder / "report.txt").read_text()
     assert json.loads((folder / "log_tail.json").read_text())["recent"] == [{"step": 1, "loss": math.inf}]
 
-    torch.manual_seed(99)
     fresh = make_model()
     fresh[0].weight.data.zero_()
-    report = replay(folder, lambda x: fresh(x).square().mean(), model=fresh)
     torch.manual_seed(99)
+    somewhere_else = torch.get_rng_state()
+    report = replay(folder, lambda x: fresh(x).square().mean(), model=fresh)
+    assert torch.equal(torch.get_rng_state(), somewhere_else)  # the caller's generator is left alone
     torch.set_rng_state(torch.load(folder / "batches.pt", weights_only=True)[0]["rng"]["cpu"])
     expected = make_model_like(model)(x).square().mean()  # same weights, same dropout
     assert torch.equal(report.loss, expected)
