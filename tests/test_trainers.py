@@ -429,6 +429,28 @@ def test_several_gpus_in_one_process_do_not_split_the_batch(tmp_path, tokenizer,
     assert trainer.get_train_dataloader().total_batch_size == args.per_device_train_batch_size == 4
 
 
+@pytest.mark.parametrize("kind", METHODS)
+def test_all_weights_come_back_from_a_checkpoint(kind, tmp_path, tokenizer, rows):
+    """The Trainer alone loses GPT-NeoX's head, which it saves under another name than it looks for."""
+    whole = make_trainer(kind, tmp_path, tokenizer, rows, max_steps=4, save_strategy="steps", save_steps=2)
+    whole.train()
+    resumed = make_trainer(kind, tmp_path / "again", tokenizer, rows, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_close(resumed.model.state_dict(), whole.model.state_dict(), atol=0, rtol=0)
+    assert not resumed.model.lm_head.weight.equal(make_model().lm_head.weight)
+
+
+def test_the_best_model_comes_back_whole(tmp_path, tokenizer, rows):
+    every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, max_steps=4, learning_rate=1e-2, **every_step, **best)
+    trainer.train()
+    # As "best" counts the highest loss: that of an early step.
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert max(losses) > losses[-1] + 1e-3
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses), abs=1e-5)
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 

@@ -181,6 +181,8 @@ def _plan(method, model, dataset, size, steps, max_length, memory_gb, seed) -> d
     for name, value in {"steps": steps, "max-length": max_length, "memory-gb": memory_gb}.items():
         if value is not None and value <= 0:
             raise InputError(f"{name} {value}: give a number above 0")
+    if seed < 0:
+        raise InputError(f"seed {seed}: give 0 or a positive number")
     chosen = SCALES[size]
     world, batch = PartialState().num_processes, chosen.batch
     if memory_gb is None:

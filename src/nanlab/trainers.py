@@ -96,6 +96,24 @@ class _OneLoss:
         output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
         return output
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_renamed_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_renamed_weights(self.state.best_model_checkpoint)
+
+    def _load_renamed_weights(self, folder: str) -> None:
+        """Load what the Trainer passes over without a word when it resumes.
+
+        It saves weights under the names of the model's hub files (GPT-NeoX: `embed_out`), looks for the names in the
+        model (`lm_head`) and leaves what it does not find as it is (huggingface/transformers#43701, #48805).
+        """
+        if isinstance(self.model, transformers.PreTrainedModel) and not self.is_fsdp_enabled:
+            saved = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
+            self.model.load_state_dict(saved.state_dict())
+
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if "loss" in logs and self._tables["train"]:
             logs.update({name: mean for name, mean in self._means("train").items() if name != "loss"})

@@ -1,0 +1,355 @@
+"""The full run in small: what it measures, how it goes on after a stop, and that bad input leaves no trace."""
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from nanlab import cli, full_run
+from nanlab.course.materials import load_preferences, tiny_tokenizer
+from nanlab.errors import InputError
+from nanlab.full_run import METHODS, Run, Scale, gold_log_prob, train_and_evaluate
+
+SMALL = {"tiny": Scale("tiny", steps=3, batch=4, max_length=48, eval_rows=6)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_small():
+    """Three steps and hardly any warm-up: these tests look at the frame. The slow ones look at what is learned."""
+    warm_up = full_run.warm_up
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_run, "SCALES", full_run.SCALES | SMALL)
+        patch.setattr(full_run, "warm_up", lambda *args, **kwargs: warm_up(*args, **kwargs, steps=4))
+        patch.setenv("NANLAB_SCALE", "tiny")
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Method: (its run, its folder, the lines it reported)."""
+    runs = {}
+    for method in METHODS:
+        folder, lines = tmp_path_factory.mktemp("runs") / method, []
+        runs[method] = (train_and_evaluate(method, output=folder, report=lines.append), folder, lines)
+    return runs
+
+
+def snapshot(folder: Path):
+    return {str(p.relative_to(folder)): p.is_file() and p.read_bytes() for p in sorted(folder.rglob("*"))}
+
+
+# --- what it measures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_writes_what_it_returns(method, finished):
+    run, folder, lines = finished[method]
+    assert json.loads((folder / "result.json").read_text()) == json.loads(json.dumps(dataclasses.asdict(run)))
+    assert json.loads((folder / "settings.json").read_text()) == run.settings
+    assert not list(folder.rglob("*.tmp"))
+    assert [line.split("  ")[0] for line in lines] == list(run.seconds) == list(run.memory)
+    assert list(run.seconds) == ["data", "model", "evaluate before", "train", "evaluate after"]
+    assert all(0 < gb < 64 for gb in run.memory.values())
+    assert [set(sample) for sample in run.samples] == [{"prompt", "before", "after"}] * 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_number_is_finite_and_before_and_after_can_be_compared(method, finished):
+    run, _, _ = finished[method]
+    for metrics in (run.before, run.after, run.traps):
+        assert all(math.isfinite(value) for value in metrics.values())
+    assert set(run.after) - set(run.before) <= {"epoch"}
+    assert run.before["eval_loss"] != run.after["eval_loss"]
+    assert run.traps["eval_dropped_rows"] > 0  # the trap rows without a completion token
+    assert run.after["eval_dropped_rows"] == 0  # and they are counted there only
+    assert {name for name in run.after if name.endswith("runtime")} == set()  # nothing that depends on speed
+    logged = [entry for entry in run.history if "loss" in entry]
+    assert len(logged) == 3
+    assert {"grad_norm", "learning_rate"} <= set(logged[0])
+    assert "FAIL  every metric is finite" not in str(run)
+
+
+def test_dpo_starts_without_a_margin(finished):
+    run, _, _ = finished["dpo"]
+    assert run.before["eval_preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert run.before["eval_nll"] == pytest.approx(-run.before["gold"], abs=1e-4)  # two ways to the same number
+
+
+@torch.no_grad()
+def test_gold_log_prob_is_the_plain_mean_over_tokens(finished):
+    _, folder, _ = finished["tpo"]
+    model, tokenizer = full_run._load(folder / "start")
+    rows = [*load_preferences()["held_out"]][:5]
+    rows.append({"prompt": "word " * 60, "reference": " too late"})  # no token left of this one
+    columns = {name: [row[name] for row in rows] for name in ("prompt", "reference")}
+    total, count = 0.0, 0
+    for row in rows[:5]:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = torch.tensor([[*prompt, *tokenizer(row["reference"])["input_ids"], tokenizer.eos_token_id]])
+        log_probs = model.double()(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        total, count = total + log_probs[len(prompt) - 1 :].sum().item(), count + ids.shape[1] - len(prompt)
+    for size in (1, 2, 16):
+        measured = gold_log_prob(model.float(), tokenizer, _Rows(columns), 48, batch_size=size)
+        assert measured == pytest.approx(total / count, abs=1e-5)
+
+
+class _Rows(dict):
+    """Columns that can be sliced like a data set."""
+
+    def __len__(self):
+        return len(self["prompt"])
+
+    def __getitem__(self, key):
+        return dict.__getitem__(self, key) if isinstance(key, str) else {k: v[key] for k, v in self.items()}
+
+
+GOOD = {"eval_loss": 1.0, "eval_excluded_rows": 0, "eval_rewards/accuracies": 0.95, "gold": -2.0}
+WORSE = {
+    "every metric is finite": {"eval_loss": math.nan},
+    "no row left out": {"eval_excluded_rows": 1},
+    "the loss fell": {"eval_loss": 3.0},
+    "the gold answer is kept": {"gold": -2.3},
+    "the better answer wins": {"eval_rewards/accuracies": 0.8},
+}
+
+
+@pytest.mark.parametrize("what", WORSE)
+def test_the_acceptance_table_can_fail(what):
+    before = {**GOOD, "eval_loss": 2.0}
+    good = Run({}, before, GOOD, {}, [], [])
+    assert [passed for *_, passed in good.checks()] == [True] * 5
+    bad = Run({}, before, {**GOOD, **WORSE[what]}, {}, [], [])
+    assert {name: passed for name, _, passed in bad.checks()}[what] is False
+    assert f"FAIL  {what}" in str(bad)
+    assert "FAIL" not in str(good)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_memory_changes_the_rows_at_a_time_not_the_rows_of_a_step(processes, monkeypatch):
+    monkeypatch.setattr(full_run, "PartialState", lambda: SimpleNamespace(num_processes=processes))
+    at_once = []
+    for memory in (1, 2.5, 6, 12, 24, 80):
+        plan = full_run._plan("dpo", None, None, "full", None, None, memory, 0)
+        assert plan["rows_at_once"] * plan["accumulate"] * processes == full_run.SCALES["full"].batch
+        at_once.append(plan["rows_at_once"])
+    assert at_once == sorted(at_once)
+    assert at_once[0] == 1
+    assert at_once[-1] == full_run.SCALES["full"].batch // processes
+
+
+# --- stop and go on -------------------------------------------------------------------------------------------------
+
+
+class _PowerCut(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def power_cut(monkeypatch):
+    make = full_run._trainer
+
+    def trainer(*args):
+        made = make(*args)
+        made.add_callback(_PowerCut)
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(full_run, "_trainer", trainer)
+        yield patch
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stopped_run_goes_on_and_ends_with_the_same_metrics(method, finished, tmp_path, power_cut):
+    with pytest.raises(KeyboardInterrupt):
+        train_and_evaluate(method, output=tmp_path, report=lambda line: None)
+    assert full_run._last_checkpoint(tmp_path).endswith("checkpoint-2")
+    with pytest.raises(InputError, match="holds an unfinished run with other settings"):
+        train_and_evaluate(method, output=tmp_path, steps=7, report=lambda line: None)
+    power_cut.undo()
+    run, whole = train_and_evaluate(method, output=tmp_path, report=lambda line: None), finished[method][0]
+    assert run.after == whole.after
+    assert run.before == whole.before
+    assert run.samples == whole.samples
+    steps = [[entry["step"] for entry in r.history if "loss" in entry] for r in (run, whole)]
+    assert steps == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path):
+    for step, files in {2: ["trainer_state.json"], 10: ["trainer_state.json"], 12: ["model.safetensors"]}.items():
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        for name in files:
+            (tmp_path / f"checkpoint-{step}" / name).touch()
+    assert full_run._last_checkpoint(tmp_path).endswith("checkpoint-10")
+    assert full_run._last_checkpoint(tmp_path / "nothing") is None
+
+
+def test_a_new_run_replaces_a_finished_one(finished, tmp_path):
+    train_and_evaluate("token-tpo", output=tmp_path, steps=1, report=lambda line: None)
+    run = train_and_evaluate("dpo", output=tmp_path, steps=2, report=lambda line: None)
+    assert run.settings["method"] == json.loads((tmp_path / "settings.json").read_text())["method"] == "dpo"
+    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    assert run.before == finished["dpo"][0].before
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+ROW = {"prompt": "Two and two is", "chosen": " four.", "rejected": " five.", "reference": " Two and two is four."}
+ROWS = [{**ROW, "prompt": f"{n} and two is"} for n in range(20)]
+FILES = {
+    "good.json": json.dumps(ROWS),
+    "broken.json": json.dumps(ROWS)[:-4],
+    "text.json": "hello",
+    "missing.json": json.dumps([{k: v for k, v in row.items() if k != "rejected"} for row in ROWS]),
+    "none.json": json.dumps([*ROWS[:3], {**ROW, "chosen": None}, *ROWS[4:]]),
+    "empty.json": json.dumps([*ROWS[:3], {**ROW, "chosen": ""}, *ROWS[4:]]),
+    "no-rows.json": "[]",
+}
+BAD = {
+    "no method": ([], ["--method"]),
+    "unknown method": (["--method", "ppo"], ["ppo", "tpo, token-tpo, dpo"]),
+    "unknown scale": (["--method", "dpo", "--scale", "huge"], ["huge", "tiny, small, full"]),
+    "no steps": (["--method", "dpo", "--steps", "0"], ["steps 0"]),
+    "negative steps": (["--method", "dpo", "--steps", "-3"], ["steps -3"]),
+    "no length": (["--method", "dpo", "--max-length", "0"], ["max-length 0"]),
+    "no memory": (["--method", "dpo", "--memory-gb", "0"], ["memory-gb 0"]),
+    "negative seed": (["--method", "dpo", "--seed", "-1"], ["seed -1"]),
+    "words for steps": (["--method", "dpo", "--steps", "many"], ["--steps", "many"]),
+    "unknown model": (["--method", "dpo", "--model", "{folder}/nothing"], ["nothing"]),
+    "short tpo": (["--method", "tpo", "--max-length", "3"], ["train dataset", "max_length=3"]),
+    "short dpo": (["--method", "dpo", "--max-length", "3"], ["train dataset", "max_length=3"]),
+    "short token-tpo": (["--method", "token-tpo", "--max-length", "3"], ["train dataset", "max_length=3"]),
+    "no file": (["--method", "dpo", "--dataset", "{folder}/no.json"], ["no.json"]),
+    "broken file": (["--method", "dpo", "--dataset", "{folder}/broken.json"], ["broken.json", "JSON"]),
+    "no JSON": (["--method", "dpo", "--dataset", "{folder}/text.json"], ["text.json", "JSON"]),
+    "missing column": (["--method", "dpo", "--dataset", "{folder}/missing.json"], ["missing.json", "rejected"]),
+    "None": (["--method", "dpo", "--dataset", "{folder}/none.json"], ["none.json", "row 3", "chosen"]),
+    "empty text": (["--method", "dpo", "--dataset", "{folder}/empty.json"], ["empty.json", "row 3", "chosen"]),
+    "no rows": (["--method", "dpo", "--dataset", "{folder}/no-rows.json"], ["no-rows.json"]),
+    "folder below a file": (["--method", "dpo", "--output", "{folder}/good.json/a/b"], ["good.json", "--output"]),
+    "folder is a file": (["--method", "dpo", "--output", "{folder}/good.json"], ["good.json", "--output"]),
+}
+
+
+def told(capsys):
+    """The one line on stderr."""
+    err = capsys.readouterr().err
+    assert err.startswith("nanlab: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    return err
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_status_2_and_no_trace(name, tmp_path, capsys):
+    arguments, words = BAD[name]
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    before = snapshot(tmp_path)
+    arguments = ["run", "--output", str(tmp_path / "new" / "run"), *(a.format(folder=tmp_path) for a in arguments)]
+    assert cli.main(arguments) == 2
+    line = told(capsys)
+    assert all(word in line for word in words), line
+    assert snapshot(tmp_path) == before
+
+
+def test_a_bad_scale_in_the_environment(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NANLAB_SCALE", "huge")
+    assert cli.main(["run", "--method", "dpo", "--output", str(tmp_path / "run")]) == 2
+    assert "NANLAB_SCALE='huge'" in told(capsys)
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("call", ["mkdir", "write_text"])
+def test_a_read_only_folder(call, tmp_path, monkeypatch, capsys):
+    """As root a mode of 0o500 refuses nothing, so the refusal is made here."""
+
+    def refuse(self, *args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    (tmp_path / "run").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, refuse)
+        assert cli.main(["run", "--method", "dpo", "--output", str(tmp_path / "run")]) == 2
+    assert "Read-only file system; choose another --output" in told(capsys)
+    assert snapshot(tmp_path) == {"run": False}
+
+
+def test_a_full_disk(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(full_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
+    assert cli.main(["run", "--method", "dpo", "--output", str(tmp_path / "new" / "run")]) == 2
+    line = told(capsys)
+    assert "1 MB are free" in line
+    assert int(line.split("needs ")[1].split(" MB")[0]) > 20
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_failed_set_up_leaves_a_finished_run_as_it_is(method, finished):
+    _, folder, _ = finished[method]
+    before = snapshot(folder)
+    with pytest.raises(InputError, match="max_length=3"):
+        train_and_evaluate(method, output=folder, max_length=3, report=lambda line: None)
+    assert snapshot(folder) == before
+
+
+def test_in_a_process_of_its_own_stderr_is_that_one_line_too(tmp_path):
+    command = [sys.executable, "-m", "nanlab", "run", "--method", "dpo", "--model", str(tmp_path / "nothing"),
+               "--output", str(tmp_path / "run")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("nanlab: ")
+    assert done.stderr.count("\n") == 1
+    assert snapshot(tmp_path) == {}
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_table_or_json_and_tells_by_its_status(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def train(method, **options):
+        asked.append((method, options["model"], options["steps"], options["size"], options["memory_gb"]))
+        options["report"]("a stage")
+        return Run({}, {**GOOD, "eval_loss": 2.0}, after, {}, [], [])
+
+    monkeypatch.setattr(full_run, "train_and_evaluate", train)
+    arguments = ["run", "--method", "dpo", "--model", "m", "--steps", "5", "--scale", "full", "--memory-gb", "2.5"]
+    after = GOOD
+    assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("a stage\n")
+    assert "ok    the loss fell: by 1.00" in out
+    assert err == ""
+    after = {**GOOD, "eval_loss": math.nan}
+    assert cli.main([*arguments, "--json"]) == 1
+    assert math.isnan(json.loads(capsys.readouterr().out)["after"]["eval_loss"])
+    assert asked == [("dpo", "m", 5, "full", 2.5)] * 2
+
+
+def test_a_file_of_pairs_is_split_and_used(tmp_path):
+    (tmp_path / "rows.json").write_text(FILES["good.json"])
+    run = train_and_evaluate("dpo", dataset=tmp_path / "rows.json", output=tmp_path / "run", steps=1,
+                             report=lambda line: None)  # fmt: skip
+    assert run.traps == {}
+    assert run.settings["dataset"] == str(tmp_path / "rows.json")
+    assert all(math.isfinite(value) for value in run.after.values())
+
+
+def test_the_tokenizer_of_the_start_has_a_pad_token_of_its_own(finished):
+    _, folder, _ = finished["dpo"]
+    tokenizer = full_run._load(folder / "start")[1]
+    assert tokenizer.pad_token == "<|padding|>"
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert tiny_tokenizer().pad_token is None
