@@ -263,6 +263,15 @@ def test_a_grad_scaler_at_work_is_not_a_dead_run():
     assert autopsy(train(falling(len(norms)), norms)).codes == []
 
 
+def test_a_loss_scale_that_settles_is_calibration():
+    scale = [2.0 ** (16 - min(n, 10)) for n in range(40)]
+    assert autopsy(train(falling(40), loss_scale=scale)).codes == []
+
+
+def test_a_loss_of_zero_says_nothing_in_policy_gradients():
+    assert autopsy(train([0.0] * 4, [0.0] * 4, reward=[0.5] * 4)).codes == []
+
+
 def test_a_few_noisy_entries_are_no_trend():
     assert autopsy(train([0.7, 6.65, 2.32, 1.69, 0.65], [0.24, 3.12, 1.06, 7.57, 10.84])).codes == []
 
