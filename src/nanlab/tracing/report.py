@@ -57,19 +57,22 @@ class Report:
             return cls(exception=exception)
         roots = sorted({e.root() for _, e in reached}, key=lambda e: e.n)
         roots = [e for e in roots if not e.deliberate] or roots
-        places = {place(e): e for e in reversed(roots)}  # the earliest of each place
-        roots = [
-            e for e in roots if places[place(e)] is e and not any(e is not r and e.descends_from(r) for r in roots)
-        ]
-        reports = [cls.about(e, reached) for e in roots]
+        independent, places = [], set()  # what comes from an earlier one, or from the same line, is no further birth
+        for e in roots:
+            if places.isdisjoint(map(place, e.lineage())):
+                independent.append(e)
+                places.add(place(e))
+        reports = [cls.about(e, reached) for e in independent]
         report, report.others, report.exception = reports[0], reports[1:], exception
-        report.growth = [v for n, v in tracer.growth if n <= roots[0].n] + [tracer.largest()] * bool(tracer.growth)
+        growth = [*tracer.growth, (tracer.n, tracer.largest())] if tracer.growth else []
+        before = sum(n <= roots[0].n for n, _ in growth)  # the next one is what the parameters were at the birth
+        report.growth = [value for _, value in growth[: before + 1] if value == value]
         return report
 
     @classmethod
     def about(cls, e: Event, reached: list[tuple[str, Event]]) -> Report:
         names = list(dict.fromkeys(name for name, event in reached if event.root() is e))
-        last = next(event for _, event in reached if event.root() is e)
+        last = max((event for _, event in reached if event.root() is e), key=lambda event: event.n)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         story = [*map(sentence, path(e, last)), f"It surfaced in {', '.join(names[:3])}{more}."]
         row = CAUSES[e.cause]

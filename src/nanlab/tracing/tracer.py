@@ -33,6 +33,7 @@ UNINITIALISED = ("empty", "resize_", "new_empty")
 OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random|set)_|.*\.(\w+_)?out")
 # In an optimizer step these cannot make a finite number bad: averages, shrinking by a factor, adding a constant.
 HARMLESS = re.compile(r"(_foreach_)?(lerp|sqrt|mul|add)_?")
+UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT = range(5)
 
 
@@ -136,8 +137,8 @@ class Event:
         real = [root for root in (p.root() for p in self.parents if not saved(p)) if not root.deliberate]
         return min(real, key=lambda e: e.n) if real and self.cause != "masked_row" else self
 
-    def descends_from(self, other: Event) -> bool:
-        return self is other or any(p.descends_from(other) for p in self.parents)
+    def lineage(self) -> set[Event]:
+        return {self}.union(*(p.lineage() for p in self.parents))
 
 
 class Call:
@@ -195,7 +196,7 @@ def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
 class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
-    ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival). ``forward``: autograd
+    ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor). ``forward``: autograd
     sequence number → (call, frames, operation). ``counts``: storages of sums; a zero among them is an empty count. ``reads``:
     behind the last bad number read into Python. ``setting``: the event of a NaN learning rate. ``outside``: frames around
     the call of backward(). ``growth``: (number of the operation, largest |parameter|) before each optimizer step.
@@ -238,7 +239,7 @@ class Tracer(TorchDispatchMode):
 
     def name(self, t: object, name: str, cause: str = "bad_input") -> None:
         if is_float(t):
-            self.names.setdefault(key_of(t), (name, cause))
+            self.names.setdefault(key_of(t), (name, cause, t))
 
     def name_of(self, p: Tensor) -> str:
         return self.parameters.get(id(p), ("a leaf tensor",))[0]
@@ -430,13 +431,16 @@ class Tracer(TorchDispatchMode):
         variable = getattr(torch._C._current_autograd_node(), "variable", None)
         if variable is not None and variable.grad is not None and key_of(variable.grad) == key_of(x):
             self.adopt_parameter(name_in_frames(variable), variable)
-        known, good = self.names.get(key_of(x)), plain(x)[~bad_mask(x)]
-        name, cause = known or (name_in_frames(x), "bad_state" if isinstance(x, nn.Parameter) else "bad_input")
-        mask = kind == "-inf" and not isinstance(x, nn.Parameter) and bool((good == good[:1]).all())  # 0 and −inf only
+        known, parameter = self.names.get(key_of(x)), isinstance(x, nn.Parameter)
+        name, cause, whole = known or (name_in_frames(x), "bad_state" if parameter else "bad_input", x)
+        mask, good = bad_mask(whole), plain(x)[~bad_mask(x)]
+        deliberate = kind == "-inf" and not parameter and bool((good == good[:1]).all())  # 0 and −inf only: a mask
         event = self.event(name).fill(
-            x, bad_mask(x), phase="state" if cause == "bad_state" else "data", kind=kind.strip("-"), cause=cause, name=name,
-            inputs=[f"{name}: {span(x)}"], deliberate=mask or (x.dim() == 0 and not known and kind != "nan"),
+            whole, mask, phase="state" if cause == "bad_state" else "data", kind=kind.strip("-"), cause=cause, name=name,
+            inputs=[f"{name}: {span(whole)}"], deliberate=deliberate or (x.dim() == 0 and not known and kind != "nan"),
         )  # fmt: skip
+        if torch.distributed.is_initialized() and not known and self.went_backward and self.stepping is None:
+            event.__dict__.update(op="all_reduce", phase="backward", cause="unknown", detail=UNSEEN, name="")
         self.record(x, (event,))
         return event
 
@@ -491,9 +495,8 @@ def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, t
         was_bad = functools.reduce(torch.logical_or, (bad_mask(x) for x, _ in bad_in), torch.zeros_like(out))
         was_nan = functools.reduce(torch.logical_or, (torch.isnan(x) for x, _ in bad_in), torch.zeros_like(out))
         birth.fresh = (out & ~was_bad) | (nan & ~was_nan)
-        touching = lambda mask, where: merge(blame[id(x)] for x, _ in bad_in if (mask(x) & where).any())
-        carried = merge([touching(torch.isnan, nan & ~birth.fresh), touching(bad_mask, out & ~nan)])
-        return carried, touching(bad_mask, birth.fresh), bool(birth.fresh.any())
+        touching = lambda where: merge(blame[id(x)] for x, _ in bad_in if (bad_mask(x) & where).any())
+        return touching(out & ~birth.fresh), touching(birth.fresh), bool(birth.fresh.any())
     # log_softmax of −inf is a log of zero: a probability of zero becomes visible here, whatever masked it
     visible = birth.op in ("_log_softmax", "logsumexp") and birth.kind != "nan"
     same = [x for x, k in bad_in if (k == "nan" or birth.kind != "nan") and not visible]
