@@ -21,7 +21,7 @@ import hashlib
 import random
 from typing import NamedTuple
 
-PROMPT = "Question: {question}\nAnswer:"
+PROMPT = "Question: {question}?\nAnswer:"
 CHOSEN = " It is {answer}."
 STYLES = (" idk, {wrong} lol", " {wrong}, i guess", " Everyone knows it is {wrong}!!!", " um, {wrong}, whatever")
 PLAIN_SHARE = 10  # one rejected answer in ten is wrong in good style
@@ -38,10 +38,14 @@ class Fact(NamedTuple):
 
 
 class Category(NamedTuple):
-    """Facts of one kind, and the ways to ask for them: pairs of a question and its full-sentence answer."""
+    """Facts of one kind, and the ways to ask for them: a question and its full-sentence answer each."""
 
     facts: list[Fact]
-    templates: tuple[tuple[str, str], ...]
+    templates: tuple[str, ...]
+
+
+def _asked(facts: list[Fact], *templates: str) -> Category:
+    return Category(facts, templates)
 
 
 def _table(text: str) -> list[Fact]:
@@ -131,7 +135,10 @@ the first flight of the Wright brothers: 1903; the sealing of Magna Carta: 1215;
 the first voyage of Columbus to the Americas: 1492
 """
 
-POLYGONS = "triangle: 3; quadrilateral: 4; pentagon: 5; hexagon: 6; heptagon: 7; octagon: 8; nonagon: 9; decagon: 10"
+POLYGONS = """
+a triangle: 3; a quadrilateral: 4; a pentagon: 5; a hexagon: 6; a heptagon: 7; an octagon: 8; a nonagon: 9
+a decagon: 10
+"""
 PLANETS = "Mercury: 1; Venus: 2; Earth: 3; Mars: 4; Jupiter: 5; Saturn: 6; Uranus: 7; Neptune: 8"
 MONTHS = """
 January: 31; February: 28; March: 31; April: 30; May: 31; June: 30; July: 31; August: 31; September: 30; October: 31
@@ -169,12 +176,12 @@ def roman(number: int) -> str:
     return text
 
 
-def _element_facts(column: int) -> list[Fact]:
+def _elements(column: int) -> list[Fact]:
     rows = [(fact.subject, fact.answer.split(", ")[column]) for fact in _table(ELEMENTS)]
     return [Fact(name, value, _near(int(value)) if column else ()) for name, value in rows]
 
 
-def _next_facts(cycle: list[str]) -> list[Fact]:
+def _successors(cycle: list[str]) -> list[Fact]:
     return [Fact(name, cycle[(i + 1) % len(cycle)]) for i, name in enumerate(cycle)]
 
 
@@ -195,85 +202,62 @@ def _conversions() -> list[Fact]:
 
 
 CATEGORIES: dict[str, Category] = {
-    "capital": Category(
+    "capital": _asked(
         _table(CAPITALS),
-        (
-            ("What is the capital of {subject}?", "The capital of {subject} is {answer}."),
-            ("Which city is the capital of {subject}?", "{answer} is the capital of {subject}."),
-        ),
+        "What is the capital of {subject}? The capital of {subject} is {answer}.",
+        "Which city is the capital of {subject}? {answer} is the capital of {subject}.",
     ),
-    "symbol": Category(
-        _element_facts(0),
-        (("What is the chemical symbol of {subject}?", "The chemical symbol of {subject} is {answer}."),),
+    "symbol": _asked(
+        _elements(0), "What is the chemical symbol of {subject}? The chemical symbol of {subject} is {answer}."
     ),
-    "atomic number": Category(
-        _element_facts(1),
-        (("What is the atomic number of {subject}?", "The atomic number of {subject} is {answer}."),),
+    "atomic number": _asked(
+        _elements(1), "What is the atomic number of {subject}? The atomic number of {subject} is {answer}."
     ),
-    "calculation": Category(
+    "calculation": _asked(
         _calculations(),
-        (
-            ("What is {subject}?", "The result of {subject} is {answer}."),
-            ("How much is {subject}?", "{subject} equals {answer}."),
-        ),
+        "What is {subject}? The result of {subject} is {answer}.",
+        "How much is {subject}? {subject} equals {answer}.",
     ),
-    "conversion": Category(
-        _conversions(), (("What is the number of {subject}?", "The number of {subject} is {answer}."),)
+    "conversion": _asked(_conversions(), "What is the number of {subject}? The number of {subject} is {answer}."),
+    "month length": _asked(
+        [month for month in _numbers(MONTHS, -1, 1) if month.subject != "February"],  # which has two lengths
+        "How many days are in {subject}? The number of days in {subject} is {answer}.",
     ),
-    "month length": Category(
-        [month for month in _numbers(MONTHS, -1, 1) if month.subject != "February"],
-        (("How many days are in {subject}?", "The number of days in {subject} is {answer}."),),
+    "next month": _asked(
+        _successors([month.subject for month in _table(MONTHS)]),
+        "Which month comes after {subject}? The month after {subject} is {answer}.",
     ),
-    "next month": Category(
-        _next_facts([month.subject for month in _table(MONTHS)]),
-        (("Which month comes after {subject}?", "The month after {subject} is {answer}."),),
+    "next day": _asked(_successors(WEEKDAYS), "Which day comes after {subject}? The day after {subject} is {answer}."),
+    "year": _asked(
+        _numbers(YEARS, -10, -3, 4, 12), "What was the year of {subject}? The year of {subject} was {answer}."
     ),
-    "next day": Category(
-        _next_facts(WEEKDAYS), (("Which day comes after {subject}?", "The day after {subject} is {answer}."),)
-    ),
-    "year": Category(
-        _numbers(YEARS, -10, -3, 4, 12), (("What was the year of {subject}?", "The year of {subject} was {answer}."),)
-    ),
-    "planet": Category(
+    "planet": _asked(
         _numbers(PLANETS),
-        (
-            (
-                "What is the number of {subject}, counted from the Sun?",
-                "Counted from the Sun, {subject} is planet {answer}.",
-            ),
-        ),
+        "What is the number of {subject}, counted from the Sun? Counted from the Sun, {subject} is planet {answer}.",
     ),
-    "polygon": Category(
-        _numbers(POLYGONS),
-        (("What is the number of sides of a {subject}?", "The number of sides of a {subject} is {answer}."),),
+    "polygon": _asked(
+        _numbers(POLYGONS), "What is the number of sides of {subject}? The number of sides of {subject} is {answer}."
     ),
-    "roman numeral": Category(
+    "roman numeral": _asked(
         [Fact(str(n), roman(n), (roman(n + 1), roman(n - 1))) for n in (4, 7, 9, 12, 15, 19, 24, 40, 49, 56, 68, 90)],
-        (("What is {subject} as a Roman numeral?", "As a Roman numeral, {subject} is {answer}."),),
+        "What is {subject} as a Roman numeral? As a Roman numeral, {subject} is {answer}.",
     ),
-    "opposite": Category(
+    "opposite": _asked(
         _table(OPPOSITES),
-        (
-            ("What is the opposite of {subject}?", "The opposite of {subject} is {answer}."),
-            ("Which word means the opposite of {subject}?", "The word {answer} means the opposite of {subject}."),
-        ),
+        "What is the opposite of {subject}? The opposite of {subject} is {answer}.",
+        "Which word means the opposite of {subject}? The word {answer} means the opposite of {subject}.",
     ),
-    "plural": Category(
-        _table(PLURALS), (("What is the plural of {subject}?", "The plural of {subject} is {answer}."),)
+    "plural": _asked(_table(PLURALS), "What is the plural of {subject}? The plural of {subject} is {answer}."),
+    "past tense": _asked(
+        _table(PAST_TENSES), "What is the past tense of {subject}? The past tense of {subject} is {answer}."
     ),
-    "past tense": Category(
-        _table(PAST_TENSES), (("What is the past tense of {subject}?", "The past tense of {subject} is {answer}."),)
+    "young animal": _asked(
+        _table(YOUNG_ANIMALS), "What is the young of a {subject} called? The young of a {subject} is called {answer}."
     ),
-    "young animal": Category(
-        _table(YOUNG_ANIMALS),
-        (("What is the young of a {subject} called?", "The young of a {subject} is called {answer}."),),
-    ),
-    "author": Category(
+    "author": _asked(
         _table(AUTHORS),
-        (
-            ("Who is the author of {subject}?", "The author of {subject} is {answer}."),
-            ("Who wrote {subject}?", "{answer} wrote {subject}."),
-        ),
+        "Who is the author of {subject}? The author of {subject} is {answer}.",
+        "Who wrote {subject}? {answer} wrote {subject}.",
     ),
 }
 
@@ -328,11 +312,11 @@ def _held_out(name: str) -> set[str]:
 def preference_rows(held_out: bool) -> list[dict[str, str]]:
     """The rows of one side of the split, shuffled: columns prompt, chosen, rejected, reference, all text."""
     asked = [
-        (name, fact, question, gold)
+        (name, fact, *template.split("? "))
         for name, category in CATEGORIES.items()
         for fact in category.facts
         if (fact.subject in _held_out(name)) == held_out
-        for question, gold in category.templates
+        for template in category.templates
     ]
     asked.sort(key=lambda row: order(_prompt(row[1], row[2])))
     return [_row(*row, plain=i % PLAIN_SHARE == 0) for i, row in enumerate(asked)]
