@@ -1,4 +1,4 @@
-"""Real models and the machinery around them: attention, checkpointing, autocast, PEFT, compile, accumulation, two ranks."""
+"""Real models and what surrounds them: attention, checkpoints, autocast, PEFT, compile, accumulation, two ranks."""
 
 import math
 import os
