@@ -213,12 +213,8 @@ def _device_memory() -> float:
 
 
 def _data(plan: dict[str, Any]) -> dict[str, Any]:
-    """train, held_out and, for the course's own data, traps. A file without splits gives up a tenth of its rows."""
-    data = load_preferences(plan["dataset"])
-    data = dict(data) if isinstance(data, dict) else {"train": data}
-    if "held_out" not in data:
-        parts = data["train"].train_test_split(test_size=0.1, seed=0)
-        data |= {"train": parts["train"], "held_out": parts["test"]}
+    """train, held_out and, for the course's own data, traps."""
+    data = dict(load_preferences(plan["dataset"]))
     held_out = data["held_out"]
     data["held_out"] = held_out.select(range(min(len(held_out), plan["eval_rows"])))
     return data

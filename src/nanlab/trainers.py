@@ -84,6 +84,20 @@ class _OneLoss:
             return super().evaluate(self._prepare_eval(eval_dataset), *args, **kwargs)
         finally:
             self.dropped_rows = counts
+            self._take_back_preparation()
+
+    def _take_back_preparation(self) -> None:
+        """Let training wrap the model in DDP also when an evaluation came first.
+
+        Evaluating marks the bare model as prepared for accelerate. Training then takes it as it is, and every rank
+        trains on its own without a word (transformers 5.24, accelerate 1.15).
+        """
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self.is_in_train or self.model_wrapped is not self.model or sharded or self.accelerator.num_processes == 1:
+            return
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # autocast comes back with the next one
+        self.model.__dict__.pop("_is_accelerate_prepared", None)
+        self.accelerator._models.clear()
 
     def _prepare_eval(self, eval_dataset):
         return eval_dataset  # TRL's trainers do it in their evaluate()
@@ -125,7 +139,7 @@ class _OneLoss:
         Without any weight there is no mean: the value is NaN, the gradient 0.
         """
         if count is None:
-            count = term.weights.sum()
+            count = term.weights.sum().float()
             if self.model.training and self.accelerator.num_processes > 1:
                 count = self.accelerator.reduce(count, "mean")
         total = term.sums.sum()
