@@ -189,6 +189,17 @@ def test_autopsy_loads_neither_torch_nor_matplotlib(put):
     assert in_a_shell("-c", code).stdout.endswith("set()\n")
 
 
+def test_a_message_of_several_lines_is_told_on_one(monkeypatch, capsys):
+    from nanlab.errors import InputError
+
+    def fail(args):
+        raise InputError("first\n  second")
+
+    monkeypatch.setattr(cli, "COMMANDS", (cli.Command("fail", "fails", (), fail),))
+    assert cli.main(["fail"]) == 2
+    assert capsys.readouterr().err == "nanlab: first second\n"
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["--version"])

@@ -355,7 +355,7 @@ def test_batch_norm_statistics_are_seen_and_not_changed():
 
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [0.0] * 3, [-5.0, -5.0], [1e6] * 4, [0.1, 0.1 + 1e-9]])
 def test_equal_rewards_are_constant_whatever_their_size(rewards):
-    rows = [{"prompt": "a", "completion": "b", "reward": float(torch.tensor(r)), "group": 0} for r in rewards]
+    rows = [{"prompt": "a", "completion": "b", "reward": r, "group": 0} for r in rewards]
     assert look(rows).codes == ["constant_group"]
     rows[0]["reward"] += 1e-3 * max(1.0, abs(rewards[0]))
     assert look(rows).codes == []
