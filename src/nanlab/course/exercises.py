@@ -91,7 +91,8 @@ def check_02_standardise(standardise) -> bool:
 def _problem_02_standardise(standardise) -> str:
     import torch
 
-    one_step_apart = torch.tensor([0.7] * 4).view(torch.int32).add(torch.tensor([0, 1, 0, 0], dtype=torch.int32)).view(torch.float32)
+    one_step_apart = torch.full((4,), 0.7)
+    one_step_apart[1] = one_step_apart[0].nextafter(torch.tensor(1.0))
     flat = {
         "seven rewards of 1.0": [1.0] * 7,
         "seven rewards of 0.1": [0.1] * 7,
@@ -234,3 +235,206 @@ def _problem_03_merge(merge) -> str:
         if got_left_out != left_out:
             return f"{what}, {batches}: {left_out} tokens were left out, got {got_left_out}."
     return ""
+
+
+# --- 04 The log of zero ---------------------------------------------------------------------------------------------
+
+
+def check_04_log1mexp(log1mexp) -> bool:
+    """`log1mexp(x)`, x < 0: log(1 − e^x) in fp32, value and gradient, checked against fp64."""
+    return _verdict(_problem_04_log1mexp(log1mexp), "Value and gradient are right on both sides, down to −1e-20.")
+
+
+def _problem_04_log1mexp(log1mexp) -> str:
+    import torch
+
+    x = torch.tensor([-80.0, -20.0, -5.0, -0.7, -0.69, -0.5, -1e-4, -2e-8, -1e-8, -1e-20], requires_grad=True)
+    exact = x.detach().double()
+    value_64 = torch.where(exact > -0.5, (-exact.expm1()).log(), (-exact.exp()).log1p())
+    slope_64 = -1 / (-exact).expm1()
+    try:
+        value = log1mexp(x)
+        (slope,) = torch.autograd.grad(value.sum(), x)
+    except Exception as error:
+        return f"it raised {type(error).__name__}: {error}"
+    for what, got, expected in (("value", value.detach(), value_64), ("gradient", slope, slope_64)):
+        if got.shape != expected.shape:
+            return f"the {what} has shape {list(got.shape)}, expected {list(expected.shape)}."
+        wrong = ~torch.isclose(got.double(), expected, rtol=1e-4, atol=0)
+        if wrong.any():
+            i = int(wrong.nonzero()[0])
+            return f"at x = {exact[i]:.3g} the {what} is {got[i]:.4g}, and should be {expected[i]:.4g}."
+    return ""
+
+
+def check_04_entropy(entropy) -> bool:
+    """`entropy(logits [B, V])`: −Σ p log p, with forbidden tokens (−inf), value and gradient checked against fp64."""
+    return _verdict(_problem_04_entropy(entropy), "Forbidden tokens add exactly nothing, forwards and backwards.")
+
+
+def _problem_04_entropy(entropy) -> str:
+    import torch
+
+    cases = {
+        "ordinary logits": [0.5, -1.0, 2.0, 0.0],
+        "a forbidden token": [0.5, float("-inf"), 2.0, 0.0],
+        "logits of 1000": [1000.0, 999.0, 0.0, 998.0],
+        "one token left": [1.0, float("-inf"), float("-inf"), float("-inf")],
+    }
+    for name, row in cases.items():
+        logits = torch.tensor([row, [0.0, 0.0, 1.0, 1.0]], requires_grad=True)
+        log_p = logits.detach().double().log_softmax(-1)
+        plogp = torch.where(log_p.isinf(), 0.0, log_p.exp() * log_p)
+        expected = -plogp.sum(-1)
+        slope_64 = -(plogp + log_p.exp() * expected[:, None])  # dH/dx = −p (log p + H)
+        try:
+            value = entropy(logits)
+            (slope,) = torch.autograd.grad(value.sum(), logits)
+        except Exception as error:
+            return f"{name}: it raised {type(error).__name__}: {error}"
+        for what, got, right in (("value", value.detach(), expected), ("gradient", slope, slope_64)):
+            if got.shape != right.shape or not torch.allclose(got.double(), right, atol=1e-5):
+                shown = [[round(v, 3) for v in torch.atleast_1d(t)[0].reshape(-1).tolist()] for t in (got, right)]
+                return f"{name}, {row}: the {what} is {shown[0]}, and should be {shown[1]}."
+    return ""
+
+
+# --- 06 fp16 overflow -----------------------------------------------------------------------------------------------
+
+
+def check_06_tune(tune) -> bool:
+    """`tune(prompt fp16 [D], gradients: list of fp16 [D], lr)`: the fp16 prompt after AdamW steps without decay."""
+    return _verdict(_problem_06_tune(tune), "the copy in fp32 keeps the small steps and the small squares.")
+
+
+def _problem_06_tune(tune) -> str:
+    import torch
+
+    some = torch.tensor([0.0, 1e-4, 0.1])
+    cases = {  # what: first value, gradients, learning rate
+        "one step with gradients 0, 0.0001 and 0.1": (0.0, [some], 1e-2),
+        "a gradient, then three of 0": (0.0, [some, some * 0, some * 0, some * 0], 1e-3),
+        "200 small steps": (1.0, [some + 1e-3] * 200, 1e-4),
+    }
+    for what, (start, gradients, lr) in cases.items():
+        exact = torch.full((3,), start, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.AdamW([exact], lr=lr, weight_decay=0.0)
+        for gradient in gradients:
+            exact.grad = gradient.half().double()
+            optimizer.step()
+        prompt = torch.full((3,), start, dtype=torch.float16)
+        got, trouble = _tensor_of(lambda p=prompt, g=gradients, lr=lr: tune(p, [x.half() for x in g], lr))
+        if trouble:
+            return f"{what}: {trouble}"
+        shown = [round(x, 4) for x in got.flatten().tolist()[:3]]
+        if not got.isfinite().all():
+            return f"{what}: the prompt is {shown}. In fp16 the squares and eps are 0, so the step divides by 0."
+        if got.dtype != torch.float16 or got.shape != (3,):
+            return (
+                f"{what}: expected fp16 of shape [3], as the model has it; got {got.dtype} of shape {list(got.shape)}."
+            )
+        if not torch.allclose(got.double(), exact.detach(), rtol=1e-3, atol=lr / 50):
+            wanted = [round(x, 4) for x in exact.tolist()]
+            return (
+                f"{what}: finite, but not right. Float64 gives {wanted}, yours {shown}. What is rounded or forgotten?"
+            )
+    return ""
+
+
+def check_06_step(step) -> bool:
+    """`step(scaler, optimizer, loss)`: True if stepped, False if skipped; FloatingPointError if no scale can help."""
+    return _verdict(_problem_06_step(step), "a skip is told from a step, and a hopeless run stops.")
+
+
+def _problem_06_step(step) -> str:
+    inf = float("inf")
+    through_half = lambda w: w.half().float().sum()  # a gradient above 65504 becomes inf on its way back
+    sequences = [  # what, first scale, one (loss of the weight, expected result, weight after it) for each call
+        ("two healthy steps", 1024.0, [(lambda w: w.sum(), True, 0.75), (lambda w: w.sum(), True, 0.5)]),
+        ("a gradient that overflows once", 2.0**16, [(through_half, False, 1.0), (through_half, True, 0.75)]),
+        ("a loss of inf", 1024.0, [(lambda w: w.sum() * inf, FloatingPointError, 1.0)]),
+        ("a loss of NaN", 1024.0, [(lambda w: w.sum() * inf * 0, FloatingPointError, 1.0)]),
+        ("a healthy loss at scale 0.5", 0.5, [(lambda w: w.sum(), True, 0.75)]),
+        ("an overflow that takes the scale to 0.5", 1.0, [(lambda w: through_half(w) * 1e5, FloatingPointError, 1.0)]),
+    ]
+    for what, scale, calls in sequences:
+        if problem := _try_06_step(step, scale, calls):
+            return f"{what}: {problem}"
+    return ""
+
+
+def _try_06_step(step, scale: float, calls: list) -> str:
+    import torch
+
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1)
+    for number, (loss, expected, after) in enumerate(calls, start=1):
+        before = scaler.get_scale()
+        try:
+            result = step(scaler, optimizer, loss(weight))
+        except FloatingPointError:
+            result = FloatingPointError
+        except Exception as error:
+            return f"it raised {type(error).__name__}: {error}"
+        if result is not expected:
+            wanted, got = (getattr(r, "__name__", r) for r in (expected, result))
+            return f"expected {wanted}, got {got} (call {number}; the scale went from {before:g} to {scaler.get_scale():g})."
+        if weight.item() != after:
+            return (
+                f"after call {number} the weight should be {after}, it is {weight.item()}; are the gradients cleared?"
+            )
+        if not loss(weight).isfinite() and scaler.get_scale() != before:
+            return "raise before the scaler is touched: its scale has changed."
+    return ""
+
+
+# --- 08 locate ------------------------------------------------------------------------------------------------------
+
+
+def check_08_functions(answers: dict) -> bool:
+    """Exercise 08.1: `log_sigmoid(x)`, `cosine(a, b)` and `kept_mean(log_probs, mask)` at the edge and away from it."""
+    import torch
+
+    t = lambda *values: torch.tensor(values, requires_grad=True)
+    tasks = (  # (name, arguments, which of them gets the gradient, value, gradient), from float64 and pencil
+        ("log_sigmoid", (t(-200.0, 1.0),), (-200.0, -0.31326169), (1.0, 0.26894142)),
+        ("cosine", (t(3.0, 0.0), torch.tensor([1.0, 1.0])), 0.70710678, (0.0, 0.23570226)),
+        ("cosine", (t(0.0, 0.0), torch.tensor([1.0, 1.0])), 0.0, (0.0, 0.0)),
+        ("kept_mean", (t(-1.0, -3.0, -torch.inf), torch.tensor([1.0, 1.0, 0.0])), -2.0, (0.5, 0.5, 0.0)),
+        ("kept_mean", (t(torch.nan, -3.0), torch.ones(2)), torch.nan, None),  # a NaN that counts must not be hidden
+    )
+    for name, args, value, slope in tasks:
+        problem = _off(answers[name], args, value, slope)
+        if problem:
+            return _verdict(f"{name}({args[0].tolist()}) {problem}", "")
+    return _verdict("", "All three are right at the edge and away from it, in value and in gradient.")
+
+
+def _off(function, args, value, slope) -> str:
+    """What is wrong with function(*args), in value or in the gradient of the first argument; "" if nothing is."""
+    import torch
+
+    result = function(*args)
+    if not torch.allclose(result.detach(), torch.tensor(value), atol=1e-5, equal_nan=True):
+        return f"gives {result.tolist()}, the right value is {value}."
+    if slope is None:
+        return ""
+    (gradient,) = torch.autograd.grad(result.sum(), args[0])
+    if not torch.allclose(gradient, torch.tensor(slope), atol=1e-5):
+        return f"has the gradient {gradient.tolist()}, the right one is {slope}."
+    return ""
+
+
+def check_08_phases(answer: dict[str, str]) -> bool:
+    """Exercise 08.2: the phase in which each of three bad numbers was born."""
+    right = {"log1p": "backward", "adam": "optimizer", "row": "data"}
+    hints = {
+        "log1p": "its loss was finite, so the forward pass made nothing bad.",
+        "adam": "losses and gradients were fine, and the weights were not after the step.",
+        "row": "it was there before the first operation.",
+    }
+    for name, phase in right.items():
+        if answer.get(name) != phase:
+            return _verdict(f"{name} is not {answer.get(name)!r}: {hints[name]}", "")
+    return _verdict("", "Three phases, and one tool each would have missed at least one of them.")
