@@ -1,8 +1,9 @@
-"""What locate costs: a traced training step against the plain one, interleaved in one process. ``python -m bench.locate_cost``
+"""What locate costs: a traced training step against the plain one, interleaved in one process. ``python -m
+bench.locate_cost``
 
-GPT-NeoX with 6 layers, hidden 128 (1.7M parameters) and 512 (21M), batch 8 × 128, AdamW, on the CPU. Every round runs each
-variant once, in random order; the figure is the median of the round's ratios. Memory is the peak resident set of a child
-process that does one kind of step only.
+GPT-NeoX with 6 layers, hidden 128 (1.7M parameters) and 512 (21M), batch 8 × 128, AdamW, on the CPU. Every round runs
+each variant once, in random order; the figure is the median of the round's ratios. Memory is the peak resident set of
+a child process that does one kind of step only.
 """
 
 from __future__ import annotations

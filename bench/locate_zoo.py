@@ -1,8 +1,8 @@
 """Which tool names a planted fault? The matrix fault × tool, printed by running it. ``python -m bench.locate_zoo``
 
-A tool is *exact* if it gives the phase and the line (for bad data and state: the tensor's name), *near* if it gives the module
-only, *wrong* if it points elsewhere, *detects* if it only says that something is not finite, *silent* if it says nothing.
-On a healthy step everything but silence is a false alarm.
+A tool is *exact* if it gives the phase and the line (for bad data and state: the tensor's name), *near* if it gives
+the module only, *wrong* if it points elsewhere, *detects* if it only says that something is not finite, *silent* if
+it says nothing. On a healthy step everything but silence is a false alarm.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ def use_first_bad_operation(case: Case) -> Verdict:
     return {}
 
 
+KINDS = ("exact", "near", "wrong", "detects", "silent", "crash", "false alarm")
 TOOLS = {
     "locate": use_locate,
     "detect_anomaly": use_detect_anomaly,
@@ -145,7 +146,10 @@ def matrix(truths: list[Truth]) -> Iterator[tuple[Truth, dict[str, str]]]:
             torch.manual_seed(0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                row[name] = judge(truth, tool(truth.make()))
+                try:
+                    row[name] = judge(truth, tool(truth.make()))
+                except Exception:  # a tool that falls over has said nothing
+                    row[name] = "crash"
         yield truth, row
 
 
@@ -160,13 +164,13 @@ def main() -> None:
             print(f"| {truth.name} | {' | '.join(row.values())} |")
         print()
     faults = sum(not truth.healthy for truth, _ in rows)
-    print(f"| tool | exact, of {faults} | near | wrong | detects | silent | false alarms, of {len(rows) - faults} |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        f"| tool | exact, of {faults} | near | wrong | detects | silent | crash | false alarms, of {len(rows) - faults} |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for name in TOOLS:
         count = Counter(row[name] for _, row in rows)
-        print(
-            f"| {name} | {' | '.join(str(count[k]) for k in ('exact', 'near', 'wrong', 'detects', 'silent', 'false alarm'))} |"
-        )
+        print(f"| {name} | {' | '.join(str(count[kind]) for kind in KINDS)} |")
 
 
 if __name__ == "__main__":

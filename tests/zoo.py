@@ -1,7 +1,7 @@
 """A zoo of planted faults with known truths, and of healthy steps that look like faults.
 
-Each entry builds a fresh case: a model, a step, the tensors of its batch. The guilty line carries a ``# BUG`` comment with
-the entry's name, so that a truth holds the line without a number that goes stale.
+Each entry builds a fresh case: a model, a step, the tensors of its batch. The guilty line carries a ``# BUG`` comment
+with the entry's name, so that a truth holds the line without a number that goes stale.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def through(
     return training(model, lambda: model(x, *extra).pow(2).mean(), **kwargs, **batch)
 
 
-# -- forward ------------------------------------------------------------------------------------------------------------
+# -- forward ---------------------------------------------------------------------------------------------------------
 @fault("zero_over_zero", "forward", "div", module="bad", rows=[0], in_prototype=True)
 def group_std_of_equal_rewards() -> Case:
     def advantage(x: Tensor, reward: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def learning_rate_that_explodes() -> Case:
     return training(model, loss, torch.optim.SGD(model.parameters(), lr=1e30), steps=4, x=x)
 
 
-# -- backward -----------------------------------------------------------------------------------------------------------
+# -- backward --------------------------------------------------------------------------------------------------------
 @fault("gradient_at_edge", "backward", "SqrtBackward0", "div", module="bad", kind="inf", in_prototype=True)
 def slope_of_sqrt_at_zero() -> Case:
     def part(x: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def loss_scale_too_large() -> Case:
     return training(model, loss, scale=2.0**24, x=x)
 
 
-# -- optimizer ----------------------------------------------------------------------------------------------------------
+# -- optimizer -------------------------------------------------------------------------------------------------------
 def tiny_half_gradients(**kwargs: object) -> Case:
     model, x = Net(nn.Tanh()).half(), (torch.randn(6, 8) * 1e-2).half()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kwargs)
@@ -259,7 +259,7 @@ def adam_eps_in_half_foreach() -> Case:
     return tiny_half_gradients(foreach=True)
 
 
-# -- data and state -----------------------------------------------------------------------------------------------------
+# -- data and state --------------------------------------------------------------------------------------------------
 @fault("bad_input", "data", "batch x", module="inp", rows=[4], in_prototype=True)
 def nan_in_the_batch() -> Case:
     x = torch.randn(6, 8)
@@ -283,7 +283,7 @@ def nan_in_an_embedding_row() -> Case:
     return training(model, lambda: model(ids).pow(2).mean(), ids=ids)
 
 
-# -- further: leaves and losses without a model ------------------------------------------------------------------------
+# -- further: leaves and losses without a model ----------------------------------------------------------------------
 def leaf(*values: float, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """A parameter with these values, or random ones of this shape."""
     return nn.Parameter((torch.randn(shape) if shape else torch.tensor(values)).to(dtype))
@@ -511,7 +511,7 @@ def acos_beyond_one() -> Case:
     return backward_of(lambda: torch.acos(cosine).sum())  # BUG acos_beyond_one
 
 
-# -- further: backward -------------------------------------------------------------------------------------------------
+# -- further: backward -----------------------------------------------------------------------------------------------
 @fault("gradient_at_edge", "backward", "div", kind="inf")
 def norm_of_zero_by_hand() -> Case:
     w = leaf(0.0, 0.0)
@@ -629,11 +629,12 @@ def checkpoint_not_reentrant() -> Case:
     return checkpointed(reentrant=False)
 
 
-# -- further: optimizer, state, data ------------------------------------------------------------------------------------
+# -- further: optimizer, state, data ---------------------------------------------------------------------------------
 def one_step(
     optimizer_of: Callable, values: tuple[float, ...] = (1.0, 2.0, 3.0), factor: float = 1.0, prepare=None
 ) -> Case:
-    """A parameter, its square, and an optimizer whose state or settings ``prepare`` may spoil after a first, good step."""
+    """A parameter, its square, and an optimizer whose state or settings ``prepare`` may spoil after a first, good
+    step."""
     w = leaf(*values)
     optimizer = optimizer_of([w])
 
@@ -751,7 +752,7 @@ def sparse_gradient() -> Case:
     return backward_of(lambda: (table(torch.tensor([1, 2])).sum(1) * reward).sum(), reward=reward)
 
 
-# -- further: how the step ends ------------------------------------------------------------------------------------------
+# -- further: how the step ends --------------------------------------------------------------------------------------
 @fault("log_of_zero", "forward", "log", kind="inf")
 def result_is_a_python_number() -> Case:
     p = torch.zeros(3)
@@ -808,7 +809,7 @@ def ratio_to_zero(x: Tensor) -> Tensor:
     return (x / (x * 0)).sum()  # BUG compiled_model
 
 
-# -- healthy: whatever is reported here is a false alarm -------------------------------------------------------------------
+# -- healthy: whatever is reported here is a false alarm -------------------------------------------------------------
 @healthy
 def causal_mask_of_minus_inf() -> Case:
     def attend(x: Tensor) -> Tensor:

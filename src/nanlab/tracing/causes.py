@@ -1,8 +1,9 @@
 """What a birth means: a closed list of causes, one row each, tried from top to bottom on the inputs of the operation.
 
-A row is a function with ``@row(name, operations, lesson)``: it looks at a ``Birth`` (the operation, its inputs while they are
-still there, its output, which elements are newly bad) and says whether the cause fits. The first paragraph of its text
-explains, the second advises: that is what a report prints. ``lesson`` is the stem of the notebook that reproduces the cause.
+A row is a function with ``@row(name, operations, lesson)``: it looks at a ``Birth`` (the operation, its inputs while
+they are still there, its output, which elements are newly bad) and says whether the cause fits. The first paragraph
+of its text explains, the second advises: that is what a report prints. ``lesson`` is the stem of the notebook that
+reproduces the cause.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|pr
 LOGARITHM = r"^(_foreach_)?(log|log2|log10|log1p|logit|xlogy|_log_softmax|log_sigmoid_forward)_?$"
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------------------------
 def is_float(t: object) -> bool:
     return isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.device.type != "meta"
 
@@ -37,7 +38,8 @@ def plain(t: Tensor) -> Tensor:
 
 
 def bad(t: Tensor) -> str:
-    """'' | 'inf' | '-inf' | 'nan': the worst value in ``t``. One sum if healthy; as that may overflow, look twice if not."""
+    """'' | 'inf' | '-inf' | 'nan': the worst value in ``t``. One sum if healthy; as that may overflow, look twice if
+    not."""
     if t.layout is not torch.strided or t.is_complex() or t.element_size() == 1:
         t = plain(t).float()
     if t.numel() == 0 or math.isfinite(t.sum().item()):
@@ -64,14 +66,15 @@ def as_list(value: object) -> list | tuple:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
-# -- one operation whose output went bad -------------------------------------------------------------------------------
+# -- one operation whose output went bad -----------------------------------------------------------------------------
 @dataclass
 class Birth:
     """One operation with a newly non-finite output.
 
-    ``inputs``: (argument, tensor, '' or its kind before the operation). ``native``: autograd's own backward, not Python code.
-    ``saved``: it meets an inf that forward has saved. ``fresh``: which output elements are new, where inputs and outputs
-    correspond one to one. ``counted``: is this tensor the sum that counts what was selected? ``eps``: of the optimizer.
+    ``inputs``: (argument, tensor, '' or its kind before the operation). ``native``: autograd's own backward, not
+    Python code. ``saved``: it meets an inf that forward has saved. ``fresh``: which output elements are new, where
+    inputs and outputs correspond one to one. ``counted``: is this tensor the sum that counts what was selected?
+    ``eps``: of the optimizer.
     """
 
     op: str
@@ -174,7 +177,7 @@ class Birth:
         return f"The largest {str(self.out.dtype).removeprefix('torch.')} is {limit:.5g}{reached}."
 
 
-# -- the table ----------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Cause:
     """One row: which operations (a regular expression), which test on their inputs, and what to say."""
@@ -214,8 +217,8 @@ def diagnose(birth: Birth) -> tuple[str, str]:
 def _(b: Birth) -> bool:
     """The optimizer divides by √v + eps, and both came out as exactly 0 in the dtype of its state.
 
-    Keep the weights that the optimizer sees in float32 (mixed precision), or use bfloat16, or the fused optimizer, or an eps
-    that the dtype can hold (1e-4 in float16).
+    Keep the weights that the optimizer sees in float32 (mixed precision), or use bfloat16, or the fused optimizer, or
+    an eps that the dtype can hold (1e-4 in float16).
     """
     return b.phase == "optimizer" and b.divides_by_zero
 
@@ -224,8 +227,8 @@ def _(b: Birth) -> bool:
 def _(b: Birth) -> bool:
     """A softmax over a row in which everything is masked: all scores are −inf, so it divides 0 by 0.
 
-    Let every row see at least one position (itself, or the first), or fill with torch.finfo(dtype).min instead of −inf and
-    drop the row's output; look for rows that are only padding.
+    Let every row see at least one position (itself, or the first), or fill with torch.finfo(dtype).min instead of
+    −inf and drop the row's output; look for rows that are only padding.
     """
     mask, x, dim = b.get("attn_mask", "attn_bias"), b.get("self"), b.get("dim")
     if isinstance(mask, Tensor):
@@ -237,8 +240,8 @@ def _(b: Birth) -> bool:
 def _(b: Birth) -> bool:
     """A mean over nothing: no element was selected, so the sum 0 is divided by the count 0.
 
-    Leave the empty row or batch out, and weigh by tokens (sum of losses / max(count, 1)); find out why nothing was selected:
-    a prompt that fills max_length, labels that are all −100, a mask that is all zero.
+    Leave the empty row or batch out, and weigh by tokens (sum of losses / max(count, 1)); find out why nothing was
+    selected: a prompt that fills max_length, labels that are all −100, a mask that is all zero.
     """
     x, other, target = b.get("self"), b.get("other"), b.get("target")
     if target is not None:
@@ -252,10 +255,11 @@ def _(b: Birth) -> bool:
 
 @row("gradient_at_edge", r"", "04_log_of_zero")
 def _(b: Birth) -> bool:
-    """The value is finite but its slope is not: the function stands at an edge of its domain (√0, log 0, 0/0, acos 1).
+    """The value is finite but its slope is not: the function stands at an edge of its domain (√0, log 0, 0/0, acos
+    1).
 
-    Keep the dangerous value out of the function before it is called (x = torch.where(ok, x, 1.0), or clamp), not out of its
-    result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm.
+    Keep the dangerous value out of the function before it is called (x = torch.where(ok, x, 1.0), or clamp), not out
+    of its result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm.
     """
     edge = (b.kind == "nan" and (b.from_finite or b.saved)) or (b.from_finite and b.divides_by_zero)
     return b.native and b.phase == "backward" and edge
@@ -285,8 +289,8 @@ def _(b: Birth) -> bool:
 def _(b: Birth) -> bool:
     """The logarithm of 0 or less: a probability has underflowed to 0, or was 0 from the start.
 
-    Stay in log space: log_softmax and logsigmoid instead of log(softmax) and log(sigmoid), logsumexp instead of log(sum), and
-    for log(1 − p) a log1mexp. An added eps only moves the problem into the gradient.
+    Stay in log space: log_softmax and logsigmoid instead of log(softmax) and log(sigmoid), logsumexp instead of
+    log(sum), and for log(1 − p) a log1mexp. An added eps only moves the problem into the gradient.
     """
     return not any(kind == "nan" for _, _, kind in b.inputs)
 
@@ -332,14 +336,15 @@ def _(b: Birth) -> bool:
 def _(b: Birth) -> bool:
     """It was already there before the step, in the parameters, the buffers or the optimizer.
 
-    Go back to a checkpoint from before it broke; look at every tensor of what you load, at layers that are never initialised,
-    and at running statistics. A bad learning rate comes from its schedule.
+    Go back to a checkpoint from before it broke; look at every tensor of what you load, at layers that are never
+    initialised, and at running statistics. A bad learning rate comes from its schedule.
     """
 
 
 @row("unknown", r"", "08_locate")
 def _(b: Birth) -> bool:
-    """No row of the table fits. NaN from finite numbers is mostly a function outside its domain: √ of less than 0, acos of 2.
+    """No row of the table fits. NaN from finite numbers is mostly a function outside its domain: √ of less than 0,
+    acos of 2.
 
     Look at the ranges of the inputs, and at what the documentation of the operation says about them.
     """

@@ -1,4 +1,5 @@
-"""What a trace means for a person: one verdict, its story, and what to do. Prints as text, shows as a card in Jupyter."""
+"""What a trace means for a person: one verdict, its story, and what to do. Prints as text, shows as a card in
+Jupyter."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from nanlab.tracing.causes import CAUSES
 from nanlab.tracing.tracer import Event, Tracer
 
 CARD = (  # the colours come from the page, so that the card is readable on a light and on a dark one
-    "<section style='border:1px solid currentColor;border-left:6px solid {};border-radius:4px;padding:.6em 1em;max-width:60em;"
-    "color:inherit;background:transparent'><h4 style='margin:0'>{}</h4><dl style='margin:0;overflow-wrap:anywhere'>{}</dl></section>"
-)  # fmt: skip
+    "<section style='border:1px solid currentColor;border-left:6px solid {};border-radius:4px;padding:.6em 1em;"
+    "max-width:60em;color:inherit;background:transparent'><h4 style='margin:0'>{}</h4>"
+    "<dl style='margin:0;overflow-wrap:anywhere'>{}</dl></section>"
+)
 ITEM = "<dt style='font-weight:600;margin-top:.5em'>{}</dt><dd style='margin:0 0 0 1em'>{}</dd>"
 NOTHING = "No non-finite number reached the result, the gradients, the parameters or the optimizer state."
 
@@ -20,13 +22,14 @@ NOTHING = "No non-finite number reached the result, the gradients, the parameter
 class Report:
     """The first non-finite number that reached something that matters, or ``found = False``.
 
-    ``cause``: one of the closed list ``nanlab.tracing.causes.CAUSES``. ``kind``: "nan" or "inf", as it was born. ``phase``:
-    "data", "state", "forward", "backward" or "optimizer". ``op``: the operation, or the name of the tensor that was bad on
-    arrival. ``module``: qualified name; for a gradient, of the forward operation. ``source``: "file.py:12", the innermost line
-    of the user's own code; ``library``: the innermost line of a library, when the fault is in there, else "". ``rows``:
-    indices into the first dimension of the bad tensor (the batch, for data and activations). ``others``: further independent
-    births, earliest first. ``exception``: what the step raised, if it did. ``growth``: the largest |parameter| before each
-    optimizer step up to the birth, and now. ``batch``, ``texts``: from a trainer, which batch and its bad rows' text.
+    ``cause``: one of the closed list ``nanlab.tracing.causes.CAUSES``. ``kind``: "nan" or "inf", as it was born.
+    ``phase``: "data", "state", "forward", "backward" or "optimizer". ``op``: the operation, or the name of the tensor
+    that was bad on arrival. ``module``: qualified name; for a gradient, of the forward operation. ``source``:
+    "file.py:12", the innermost line of the user's own code; ``library``: the innermost line of a library, when the
+    fault is in there, else "". ``rows``: indices into the first dimension of the bad tensor (the batch, for data and
+    activations). ``others``: further independent births, earliest first. ``exception``: what the step raised, if it
+    did. ``growth``: the largest |parameter| before each optimizer step up to the birth, and now. ``batch``,
+    ``texts``: from a trainer, which batch and its bad rows' text.
     """
 
     found: bool = False

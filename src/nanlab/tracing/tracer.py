@@ -1,9 +1,9 @@
 """Record what every operation of one step does to the finite numbers. Nothing is raised and nothing is changed.
 
-A ``TorchDispatchMode`` sees each operation below autograd. A healthy output costs one reduction. A non-finite one makes an
-``Event`` when it is *born* (finite inputs, non-finite output) or when an inf becomes NaN; otherwise it carries the events
-of its inputs. Events are kept by storage and region, so that views and partly written buffers keep their own history. No
-tensor is kept alive: an event holds text and numbers only.
+A ``TorchDispatchMode`` sees each operation below autograd. A healthy output costs one reduction. A non-finite one
+makes an ``Event`` when it is *born* (finite inputs, non-finite output) or when an inf becomes NaN; otherwise it
+carries the events of its inputs. Events are kept by storage and region, so that views and partly written buffers keep
+their own history. No tensor is kept alive: an event holds text and numbers only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNSEEN = "It came in while gradients were reduced: look at the reports of the ot
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT = range(5)
 
 
-# -- where in the code -------------------------------------------------------------------------------------------------
+# -- where in the code -----------------------------------------------------------------------------------------------
 @functools.cache
 def whose(code) -> int:
     """Whose code is it: the user's, a library's, the autograd engine's, or machinery that nobody wants to see."""
@@ -83,7 +83,7 @@ def name_in_frames(x: Tensor) -> str:
     while frame is not None:
         for name, value in list(frame.f_locals.items()) if whose(frame.f_code) == USER else ():
             entries = {name: value} | (
-                {f"{name}[{k!r}]": v for k, v in value.items()} if hasattr(value, "items") else {}
+                {f"{name}[{k!r}]": v for k, v in value.items()} if isinstance(value, dict) else {}
             )
             if found := next((n for n, v in entries.items() if same(v)), None):
                 return found
@@ -91,13 +91,13 @@ def name_in_frames(x: Tensor) -> str:
     return "an unnamed tensor"
 
 
-# -- what happened -----------------------------------------------------------------------------------------------------
+# -- what happened ---------------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Event:
     """A birth: a finite number became inf or NaN, an inf became NaN, or a bad value came in from outside.
 
-    ``frames``: (code, instruction), innermost first, the user's and the libraries' only. ``name``: of a tensor that was bad on
-    arrival. ``deliberate``: an inf that somebody wrote on purpose.
+    ``frames``: (code, instruction), innermost first, the user's and the libraries' only. ``name``: of a tensor that
+    was bad on arrival. ``deliberate``: an inf that somebody wrote on purpose.
     """
 
     n: int
@@ -196,10 +196,11 @@ def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
 class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
-    ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor). ``forward``: autograd
-    sequence number → (call, frames, operation). ``counts``: storages of sums; a zero among them is an empty count. ``reads``:
-    behind the last bad number read into Python. ``setting``: the event of a NaN learning rate. ``outside``: frames around
-    the call of backward(). ``growth``: (number of the operation, largest |parameter|) before each optimizer step.
+    ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor).
+    ``forward``: autograd sequence number → (call, frames, operation). ``counts``: storages of sums; a zero among them
+    is an empty count. ``reads``: behind the last bad number read into Python. ``setting``: the event of a NaN
+    learning rate. ``outside``: frames around the call of backward(). ``growth``: (number of the operation, largest
+    |parameter|) before each optimizer step.
     """
 
     supports_higher_order_operators = True
@@ -213,7 +214,7 @@ class Tracer(TorchDispatchMode):
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
         self.counts, self.checked, self.reads, self.outside, self.growth = set(), set(), (), (), []
 
-    # -- what things are called ----------------------------------------------------------------------------------------
+    # -- what things are called --------------------------------------------------------------------------------------
     def adopt(self, model: nn.Module, prefix: str = "") -> None:
         """Learn the names of a model's modules, parameters and buffers."""
         for name, module in model.named_modules():
@@ -244,7 +245,7 @@ class Tracer(TorchDispatchMode):
     def name_of(self, p: Tensor) -> str:
         return self.parameters.get(id(p), ("a leaf tensor",))[0]
 
-    # -- entering and leaving ------------------------------------------------------------------------------------------
+    # -- entering and leaving ----------------------------------------------------------------------------------------
     def __enter__(self):
         self.hooks = [
             register_module_forward_pre_hook(self.enter_module),
@@ -326,7 +327,7 @@ class Tracer(TorchDispatchMode):
                 self.sink(f"gradient of {self.name_of(p)}", p.grad)
         return result
 
-    # -- where are we --------------------------------------------------------------------------------------------------
+    # -- where are we ------------------------------------------------------------------------------------------------
     def event(self, op: str, writes_leaf: bool = False) -> Event:
         """A blank event, here and now: phase, module, and lines."""
         local, engine, recomputed = walk(sys._getframe(1), self.call and self.call.frame)
@@ -349,7 +350,7 @@ class Tracer(TorchDispatchMode):
         frames = local + around if local else lines + (call.around() if call else ())
         return Event(self.n, op, "backward", module, frames, f"{node.name()}, {note}" if node is not None else "")
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name, writes, skip, overwrites = facts(func)
@@ -450,7 +451,7 @@ class Tracer(TorchDispatchMode):
             records.clear()
         records.append(((p.storage_offset(), tuple(p.shape), p.stride()), events))
 
-    # -- what should have been finite ----------------------------------------------------------------------------------
+    # -- what should have been finite --------------------------------------------------------------------------------
     def sink(self, name: str, value: object) -> None:
         """Something that ought to be finite: remember whose fault it is, if it is not."""
         if is_float(value) and name not in self.sinks and (kind := bad(value)):
