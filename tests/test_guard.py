@@ -596,15 +596,14 @@ def without(data, step_rows, bad_steps):
     return [row for i, row in enumerate(data) if i // step_rows not in bad_steps]
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("where", [{0}, {1, 2}, {3}, {0, 2, 3, 4, 6}], ids=str)
-def test_trainer_ends_as_if_it_had_never_seen_the_bad_batches(where, accumulation, optimizer, policy, tmp_path):
+def test_trainer_ends_as_if_it_had_never_seen_the_bad_batches(where, accumulation, optimizer, tmp_path):
     step_rows = 2 * accumulation
     bad_rows = {i * step_rows + step_rows // 2 for i in where}
     count = 7 * step_rows
-    got, guard = trained(make_trainer(rows(count, bad_rows), tmp_path, accumulation, optimizer), policy)
+    got, guard = trained(make_trainer(rows(count, bad_rows), tmp_path, accumulation, optimizer))
     clean = without(rows(count), step_rows, where)
     expected, _ = trained(make_trainer(clean, tmp_path, accumulation, optimizer), "off")
     assert_identical(got, expected)
