@@ -109,14 +109,17 @@ def test_tiny_is_bit_identical_in_fresh_processes(tiny, data):
     assert first[1] == hashlib.sha256(tiny[1].backend_tokenizer.to_str().encode()).hexdigest()
 
 
-def test_loading_is_fast_and_leaves_the_random_state_alone():
+def test_loading_is_fast_and_leaves_the_random_state_alone(monkeypatch):
     torch.manual_seed(11)
+    reseeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)  # what torch.manual_seed does to the GPUs
     before = torch.get_rng_state(), random.getstate()
     start = time.process_time()
     load_model("tiny", seed=5)
     assert time.process_time() - start < 5
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
+    assert not reseeded
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
