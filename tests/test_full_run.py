@@ -135,7 +135,7 @@ def test_the_acceptance_table_can_fail(what):
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_memory_changes_the_rows_at_a_time_not_the_rows_of_a_step(processes, monkeypatch):
-    monkeypatch.setattr(full_run, "PartialState", lambda: SimpleNamespace(num_processes=processes))
+    monkeypatch.setattr(full_run, "_ranks", lambda: SimpleNamespace(num_processes=processes))
     at_once = []
     for memory in (1, 2.5, 6, 12, 24, 80):
         plan = full_run._plan("dpo", None, None, "full", None, None, memory, 0)

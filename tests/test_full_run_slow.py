@@ -123,10 +123,10 @@ def test_a_killed_run_ends_with_the_same_metrics(method, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_measure_what_one_process_measures(method, tmp_path):
+    """Under torchrun, which `accelerate launch` starts for several GPUs. (For CPUs it wants MPI.)"""
     run = ["-m", "nanlab", "run", "--method", method, "--steps", "2", "--output"]
     one, two = tmp_path / "one", tmp_path / "two"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1",
-              "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]  # fmt: skip
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert finish([sys.executable, *run, one])[0] in (0, 1)
     _, output = finish([*launch, *run, two], OMP_NUM_THREADS="1")
     assert (two / "result.json").is_file(), output[-3000:]

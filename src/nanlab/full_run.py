@@ -184,7 +184,7 @@ def _plan(method, model, dataset, size, steps, max_length, memory_gb, seed) -> d
     if seed < 0:
         raise InputError(f"seed {seed}: give 0 or a positive number")
     chosen = SCALES[size]
-    world, batch = PartialState().num_processes, chosen.batch
+    world, batch = _ranks().num_processes, chosen.batch
     if memory_gb is None:
         memory_gb = _device_memory()
     at_once = next(rows for least, rows in ROWS_AT_ONCE if memory_gb >= least)
@@ -201,6 +201,11 @@ def _plan(method, model, dataset, size, steps, max_length, memory_gb, seed) -> d
         "eval_rows": chosen.eval_rows,
         "seed": seed,
     }
+
+
+def _ranks() -> PartialState:
+    """This process among all. Without a GPU accelerate sees the ranks of a launcher only if told to use the CPU."""
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 def _device_memory() -> float:
@@ -230,7 +235,7 @@ def _start_in(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
     An unfinished run with the same plan goes on. A new run replaces a finished one, but only once its set-up went
     through: until then its start is a draft, and a failure takes the draft and the new folders away again.
     """
-    main, settings = PartialState().is_main_process, folder / "settings.json"
+    main, settings = _ranks().is_main_process, folder / "settings.json"
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     _check_writable(folder)
     if settings.exists() and not (folder / "result.json").exists():
@@ -250,7 +255,7 @@ def _start_in(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
                 for path in new_folders:
                     path.rmdir()
         raise
-    PartialState().wait_for_everyone()  # all have loaded the draft
+    _ranks().wait_for_everyone()  # all have loaded the draft
     if main:
         for path in [folder / "start", *folder.glob("checkpoint-*")]:
             shutil.rmtree(path, ignore_errors=True)
@@ -258,7 +263,7 @@ def _start_in(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
             (folder / name).unlink(missing_ok=True)
         draft.replace(folder / "start")
         _write(settings, plan)
-    PartialState().wait_for_everyone()
+    _ranks().wait_for_everyone()
 
 
 def _check_writable(folder: Path) -> None:
@@ -299,7 +304,7 @@ def _last_checkpoint(folder: Path) -> str | None:
 
 def _make_start(start: Path, plan: dict[str, Any], rows) -> None:
     """Save the model before preference tuning, once: a run that is resumed starts from the same weights."""
-    if PartialState().is_main_process and start.name != "start":
+    if _ranks().is_main_process and start.name != "start":
         model, tokenizer = load_model(plan["model"], seed=plan["seed"])
         _check_space(start.parent, model)
         if tokenizer.pad_token is None:
@@ -311,7 +316,7 @@ def _make_start(start: Path, plan: dict[str, Any], rows) -> None:
         shutil.rmtree(start, ignore_errors=True)
         model.save_pretrained(start)
         tokenizer.save_pretrained(start)
-    PartialState().wait_for_everyone()
+    _ranks().wait_for_everyone()
 
 
 def _load(start: Path):
@@ -360,7 +365,7 @@ class _Stages:
     def __init__(self, report: Callable[[str], None]):
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, float] = {}
-        self._report = report if PartialState().is_main_process else lambda text: None
+        self._report = report if _ranks().is_main_process else lambda text: None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -391,7 +396,7 @@ def _before(folder: Path, trainer, model, tokenizer, data) -> tuple[dict[str, fl
         samples = [{"prompt": p, "before": a} for p, a in zip(prompts, answers, strict=True)]
         if trainer.is_world_process_zero():
             _write(path, [metrics, samples])
-        PartialState().wait_for_everyone()
+        _ranks().wait_for_everyone()
     return tuple(json.loads(path.read_text()))
 
 
