@@ -379,7 +379,7 @@ def _try_06_step(step, scale: float, calls: list) -> str:
             return f"it raised {type(error).__name__}: {error}"
         if result is not expected:
             wanted, got = (getattr(r, "__name__", r) for r in (expected, result))
-            return f"expected {wanted}, got {got} (call {number}; the scale was {before:g}, now {scaler.get_scale():g})."
+            return f"expected {wanted}, got {got} (call {number}; scale {before:g}, now {scaler.get_scale():g})."
         if weight.item() != after:
             return (
                 f"after call {number} the weight should be {after}, it is {weight.item()}; are the gradients cleared?"

@@ -1,0 +1,203 @@
+"""The checks of lesson 06 accept the right answer and refuse the wrong ones that people write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanlab.course import exercises
+
+# --- tune: AdamW on a prompt in fp16 ----------------------------------------------------------------------------------
+
+
+def steps(weight, gradients, **options):
+    optimizer = torch.optim.AdamW([weight.requires_grad_()], weight_decay=0.0, **options)
+    for gradient in gradients:
+        weight.grad = gradient.to(weight.dtype)
+        optimizer.step()
+    return weight.detach()
+
+
+def tune_right(prompt, gradients, lr):
+    return steps(prompt.float(), gradients, lr=lr).half()
+
+
+def tune_in_double(prompt, gradients, lr):
+    return steps(prompt.double(), gradients, lr=lr, foreach=False).half()
+
+
+def tune_in_half(prompt, gradients, lr):
+    return steps(prompt.clone(), gradients, lr=lr, foreach=False)
+
+
+def tune_with_larger_eps(prompt, gradients, lr):
+    return steps(prompt.clone(), gradients, lr=lr, eps=1e-4)
+
+
+def tune_fused(prompt, gradients, lr):
+    return steps(prompt.clone(), gradients, lr=lr, fused=True)
+
+
+def tune_without_memory(prompt, gradients, lr):  # a new optimizer, and back to fp16, in every step
+    for gradient in gradients:
+        prompt = steps(prompt.float(), [gradient], lr=lr).half()
+    return prompt
+
+
+def tune_cleaned(prompt, gradients, lr):
+    return steps(prompt.clone(), gradients, lr=lr, foreach=False).nan_to_num(0.0, 0.0, 0.0)
+
+
+def tune_in_bfloat16(prompt, gradients, lr):
+    return steps(prompt.bfloat16(), gradients, lr=lr).half()
+
+
+def tune_returns_the_master(prompt, gradients, lr):
+    return steps(prompt.float(), gradients, lr=lr)
+
+
+@pytest.mark.parametrize("answer", [tune_right, tune_in_double])
+def test_a_right_tune_passes(answer, capsys):
+    assert exercises.check_06_tune(answer)
+    assert capsys.readouterr().out.startswith("Right.")
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (tune_in_half, "divides by 0"),
+        (tune_with_larger_eps, "not right"),
+        (tune_fused, "not right"),
+        (tune_without_memory, "not right"),
+        (tune_cleaned, "not right"),
+        (tune_in_bfloat16, "not right"),
+        (tune_returns_the_master, "expected fp16"),
+        (lambda prompt, gradients, lr: None, "expected a tensor"),
+        (lambda prompt, gradients, lr: prompt[5], "IndexError"),
+    ],
+)
+def test_a_wrong_tune_is_told_why(answer, hint, capsys):
+    assert not exercises.check_06_tune(answer)
+    out = capsys.readouterr().out
+    assert out.startswith("Not yet:")
+    assert hint in out
+
+
+# --- step: a scaler with a floor --------------------------------------------------------------------------------------
+
+
+def scaled(scaler, optimizer, loss, clear=True):
+    before = scaler.get_scale()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    if clear:
+        optimizer.zero_grad()
+    return before, scaler.get_scale()
+
+
+def step_right(scaler, optimizer, loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    before, after = scaled(scaler, optimizer, loss)
+    if after < min(before, 1):
+        raise FloatingPointError("scale")
+    return after >= before
+
+
+def step_plain(scaler, optimizer, loss):
+    scaled(scaler, optimizer, loss)
+    return True
+
+
+def step_without_floor(scaler, optimizer, loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    before, after = scaled(scaler, optimizer, loss)
+    return after >= before
+
+
+def step_that_takes_growth_for_a_skip(scaler, optimizer, loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    before, after = scaled(scaler, optimizer, loss)
+    if after < min(before, 1):
+        raise FloatingPointError("scale")
+    return after == before
+
+
+def step_that_raises_at_each_skip(scaler, optimizer, loss):
+    before, after = scaled(scaler, optimizer, loss)
+    if after < before:
+        raise FloatingPointError("skipped")
+    return True
+
+
+def step_that_looks_too_late(scaler, optimizer, loss):
+    before, after = scaled(scaler, optimizer, loss)
+    if not torch.isfinite(loss) or after < min(before, 1):
+        raise FloatingPointError("loss")
+    return after >= before
+
+
+def step_that_tests_for_nan_only(scaler, optimizer, loss):
+    if torch.isnan(loss):
+        raise FloatingPointError("loss")
+    before, after = scaled(scaler, optimizer, loss)
+    if after < min(before, 1):
+        raise FloatingPointError("scale")
+    return after >= before
+
+
+def step_that_raises_at_any_low_scale(scaler, optimizer, loss):
+    if not torch.isfinite(loss) or scaler.get_scale() < 1:
+        raise FloatingPointError("loss")
+    before, after = scaled(scaler, optimizer, loss)
+    if after < min(before, 1):
+        raise FloatingPointError("scale")
+    return after >= before
+
+
+def step_that_keeps_gradients(scaler, optimizer, loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    before, after = scaled(scaler, optimizer, loss, clear=False)
+    if after < min(before, 1):
+        raise FloatingPointError("scale")
+    return after >= before
+
+
+def step_without_the_scaler(scaler, optimizer, loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return True
+
+
+def test_the_right_step_passes(capsys):
+    assert exercises.check_06_step(step_right)
+    assert capsys.readouterr().out.startswith("Right.")
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (step_plain, "expected False, got True"),
+        (step_without_floor, "takes the scale to 0.5"),
+        (step_that_takes_growth_for_a_skip, "expected True, got False"),
+        (step_that_raises_at_each_skip, "expected False, got FloatingPointError"),
+        (step_that_looks_too_late, "its scale has changed"),
+        (step_that_tests_for_nan_only, "a loss of inf"),
+        (step_that_raises_at_any_low_scale, "healthy loss at scale 0.5"),
+        (step_that_keeps_gradients, "gradients cleared"),
+        (step_without_the_scaler, "a gradient that overflows once"),
+        (lambda scaler, optimizer, loss: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_step_is_told_why(answer, hint, capsys):
+    assert not exercises.check_06_step(answer)
+    out = capsys.readouterr().out
+    assert out.startswith("Not yet:")
+    assert hint in out
