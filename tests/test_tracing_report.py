@@ -173,7 +173,18 @@ def test_nothing_found_reads_so():
     report = locate(lambda: torch.ones(2).sum())
     assert not report.found
     assert "nothing found" in str(report)
-    assert "Nothing found" in report._repr_html_()
+    assert "nothing found" in report._repr_html_()
+
+
+def test_a_failure_of_the_tracer_itself_does_not_break_the_step(monkeypatch):
+    def broken(birth):
+        raise KeyError("no such row")
+
+    monkeypatch.setattr("nanlab.tracing.tracer.diagnose", broken)
+    report = locate(lambda: torch.log(torch.zeros(2)).sum())  # not looked at
+    assert report.exception is None
+    assert (report.found, report.cause, report.op, report.source) == (True, "unknown", "log", line("not looked at"))
+    assert "no such row" in report.explanation
 
 
 def test_a_notebook_cell_has_a_readable_line():

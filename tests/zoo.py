@@ -957,7 +957,8 @@ def edges_that_torch_guards() -> Case:
     parts = [
         lambda: w.norm(), lambda: w.std(), lambda: w.var(), lambda: torch.prod(w), lambda: torch.cumprod(w, 0).sum(),
         lambda: torch.cdist(w[None], w[None]).sum(), lambda: F.cosine_similarity(w, torch.ones(3), dim=0),
-        lambda: F.normalize(w, dim=0).sum(), lambda: torch.atan2(w, w).sum(), lambda: F.binary_cross_entropy(w, w.detach()),
+        lambda: F.normalize(w, dim=0).sum(), lambda: torch.atan2(w, w).sum(),
+        lambda: F.binary_cross_entropy(w, w.detach()),
     ]  # fmt: skip
     return backward_of(lambda: torch.stack([part() for part in parts]).sum())
 

@@ -13,7 +13,8 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,29 +68,16 @@ def as_list(value: object) -> list | tuple:
 
 
 # -- one operation whose output went bad -----------------------------------------------------------------------------
-@dataclass
-class Birth:
-    """One operation with a newly non-finite output.
+class Birth(SimpleNamespace):
+    """One operation with a newly non-finite output: ``op`` ``func`` ``args`` ``kwargs`` ``out`` ``kind``.
 
-    ``inputs``: (argument, tensor, '' or its kind before the operation). ``native``: autograd's own backward, not
-    Python code. ``saved``: it meets an inf that forward has saved. ``fresh``: which output elements are new, where
-    inputs and outputs correspond one to one. ``counted``: is this tensor the sum that counts what was selected?
-    ``eps``: of the optimizer.
+    ``inputs``: (argument, tensor, '' or its kind before the operation). ``native``: autograd's own backward, not Python
+    code. ``saved``: it meets an inf that forward has saved. ``fresh``: which output elements are new, where inputs and
+    outputs correspond one to one. ``counted``: is this tensor a sum, which may count what was selected? ``eps``: of the
+    optimizer.
     """
 
-    op: str
-    func: object
-    args: tuple
-    kwargs: dict
-    out: Tensor = None
-    kind: str = ""
-    inputs: list[tuple[str, Tensor, str]] = field(default_factory=list)
-    phase: str = ""
-    native: bool = False
-    saved: bool = False
-    fresh: Tensor | None = None
-    counted: object = None
-    eps: object = None
+    fresh, native, saved, phase, eps = None, False, False, "", None
 
     def named(self) -> dict[str, object]:
         schema = getattr(self.func, "_schema", None)
@@ -102,19 +90,17 @@ class Birth:
     def aligned(self, i: int, outputs: int, **fields: object) -> Birth:
         """In a ``_foreach_*`` call, the i-th output comes from the i-th entry of every list."""
         if not self.op.startswith(("_foreach", "_fused_a", "_fused_sgd", "_amp")):
-            return replace(self, **fields)
+            return Birth(**{**vars(self), **fields})
         count = max((len(v) for v in self.args if isinstance(v, (list, tuple))), default=1)
         pick = lambda v: [v[i % count]] if isinstance(v, (list, tuple)) and len(v) == count else v
-        return replace(
-            self, args=tuple(map(pick, self.args)), kwargs={k: pick(v) for k, v in self.kwargs.items()}, **fields
-        )
+        args, kwargs = tuple(map(pick, self.args)), {k: pick(v) for k, v in self.kwargs.items()}
+        return Birth(**{**vars(self), "args": args, "kwargs": kwargs, **fields})
 
     def get(self, *names: str) -> object:
         """The argument of one of these names: a tensor or a number, the first entry of a list."""
         value = next((v for n, v in self.named().items() if n in names), None)
         return value[0] if isinstance(value, (list, tuple)) and value else value
 
-    @property
     def pointwise(self) -> bool:
         """Does each element of the output come from one element of every bad input?"""
         pairs = [
@@ -126,7 +112,6 @@ class Birth:
         )
         return torch.Tag.pointwise in getattr(self.func, "tags", ()) and fits and simple
 
-    @property
     def divides_by_zero(self) -> bool:
         names = ("other", "tensor2", "scalars") if re.search("div|remainder|fmod", self.op) else ("self",)
         return bool(re.search(DIVISION, self.op)) and self.zero(self.get(*names))
@@ -137,7 +122,6 @@ class Birth:
             return bool(((value == 0) & self.fresh if self.fresh is not None else value == 0).any())
         return isinstance(value, (int, float)) and value == 0
 
-    @property
     def literal(self) -> str:
         """'nan', 'inf' or '': a non-finite number written as an argument."""
         numbers = [
@@ -145,15 +129,12 @@ class Birth:
         ]
         return "nan" if any(v != v for v in numbers) else "inf" if numbers else ""
 
-    @property
     def from_finite(self) -> bool:
-        return not any(kind for _, _, kind in self.inputs) and not self.literal
+        return not any(kind for _, _, kind in self.inputs) and not self.literal()
 
-    @property
     def nan_from_inf(self) -> bool:
-        return self.kind == "nan" and (any("inf" in kind for _, _, kind in self.inputs) or self.literal == "inf")
+        return self.kind == "nan" and (any("inf" in kind for _, _, kind in self.inputs) or self.literal() == "inf")
 
-    @property
     def huge(self) -> bool:
         """Are the finite inputs so large that their squares add up to more than the dtype holds?"""
         peak = lambda x: plain(x).abs().max().double().item() ** 2 * x.numel() > torch.finfo(x.dtype).max
@@ -178,8 +159,7 @@ class Birth:
 
 
 # -- the table -------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """One row: which operations (a regular expression), which test on their inputs, and what to say."""
 
     name: str
@@ -220,7 +200,7 @@ def _(b: Birth) -> bool:
     Keep the weights that the optimizer sees in float32 (mixed precision), or use bfloat16, or the fused optimizer, or
     an eps that the dtype can hold (1e-4 in float16).
     """
-    return b.phase == "optimizer" and b.divides_by_zero
+    return b.phase == "optimizer" and b.divides_by_zero()
 
 
 @row("masked_row", SOFTMAX, "05_unk_pad")
@@ -246,7 +226,7 @@ def _(b: Birth) -> bool:
     x, other, target = b.get("self"), b.get("other"), b.get("target")
     if target is not None:
         weight, seen = b.get("weight"), target[target != b.get("ignore_index")]
-        return b.from_finite and (seen.numel() == 0 or (weight is not None and not weight[seen].any()))
+        return b.from_finite() and (seen.numel() == 0 or (weight is not None and not weight[seen].any()))
     if b.op != "div":
         return isinstance(x, Tensor) and x.numel() == 0
     counted = x.numel() == 1 or (isinstance(other, Tensor) and b.counted(other) and x.numel() == other.numel())
@@ -261,7 +241,7 @@ def _(b: Birth) -> bool:
     Keep the dangerous value out of the function before it is called (x = torch.where(ok, x, 1.0), or clamp), not out
     of its result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm.
     """
-    edge = (b.kind == "nan" and (b.from_finite or b.saved)) or (b.from_finite and b.divides_by_zero)
+    edge = (b.kind == "nan" and (b.from_finite() or b.saved)) or (b.from_finite() and b.divides_by_zero())
     return b.native and b.phase == "backward" and edge
 
 
@@ -272,8 +252,8 @@ def _(b: Birth) -> bool:
     Treat the degenerate group apart (its advantage is 0) rather than adding a tiny eps, which turns rounding noise into
     full-size signals. The std of one element needs correction=0, or must be left out.
     """
-    spread = bool(re.search(r"^var|^std|norm", b.op)) and not b.huge
-    return b.kind == "nan" and b.from_finite and (spread or b.divides_by_zero)
+    spread = bool(re.search(r"^var|^std|norm", b.op)) and not b.huge()
+    return b.kind == "nan" and b.from_finite() and (spread or b.divides_by_zero())
 
 
 @row("division_by_zero", DIVISION, "02_zero_std")
@@ -282,7 +262,7 @@ def _(b: Birth) -> bool:
 
     Find out why the denominator is 0; clamp it to the smallest value that makes sense, or leave those rows out.
     """
-    return b.kind != "nan" and b.divides_by_zero
+    return b.kind != "nan" and b.divides_by_zero()
 
 
 @row("log_of_zero", LOGARITHM, "04_log_of_zero")
@@ -301,7 +281,7 @@ def _(b: Birth) -> bool:
 
     Select instead of multiplying: torch.where(mask, x, 0), masked_fill, or index the valid entries.
     """
-    return b.nan_from_inf
+    return b.nan_from_inf()
 
 
 @row("inf_minus_inf", r"", "01_inf_and_nan")
@@ -310,7 +290,7 @@ def _(b: Birth) -> bool:
 
     Find the inf that came first (see the story), and bound the values before they are subtracted.
     """
-    return b.nan_from_inf
+    return b.nan_from_inf()
 
 
 @row("overflow", r"^(?!acos|asin|atanh|acosh|sqrt|erfinv|log)", "06_fp16_overflow")
@@ -320,7 +300,7 @@ def _(b: Birth) -> bool:
     In half precision: do this operation in float32, or use bfloat16. In float32: bound the argument (exp of a clamped
     difference), lower the learning rate or the loss scale, clip gradients before they are inf.
     """
-    return b.from_finite and (b.kind != "nan" or b.huge)
+    return b.from_finite() and (b.kind != "nan" or b.huge())
 
 
 @row("bad_input", r"(?!)", "07_learning_rate_and_dirty_data")

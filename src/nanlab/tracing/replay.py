@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanlab.errors import InputError
 from nanlab.tracing.causes import bad, is_float
-from nanlab.tracing.report import Report
+from nanlab.tracing.report import Report, verdict
 from nanlab.tracing.tracer import Tracer
 
 METHODS = {"train": "training_step", "eval": "prediction_step"}
@@ -47,7 +47,7 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
         for value in tree_leaves(part):
             tracer.sink(f"values in {name}" if isinstance(value, Tensor) and value.numel() > 1 else name, value)
     tracer.sink_state()
-    return Report.of(tracer, exception), result
+    return verdict(tracer, exception), result
 
 
 def is_trainer(thing: object) -> bool:
@@ -97,7 +97,7 @@ class Hunt:
         super(Tracer, self.tracer).__exit__(None, None, None)
         self.tracer.after_step()
         self.tracer.sink_state()
-        if (report := Report.of(self.tracer)).found:
+        if (report := verdict(self.tracer)).found:
             self.stop(report, {})
 
     def stop(self, report: Report, inputs: Any) -> None:

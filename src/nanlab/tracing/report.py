@@ -3,11 +3,10 @@ Jupyter."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from html import escape
 
 from nanlab.tracing.causes import CAUSES
-from nanlab.tracing.tracer import Event, Tracer
 
 CARD = (  # the colours come from the page, so that the card is readable on a light and on a dark one
     "<section style='border:1px solid currentColor;border-left:6px solid {};border-radius:4px;padding:.6em 1em;"
@@ -18,7 +17,7 @@ ITEM = "<dt style='font-weight:600;margin-top:.5em'>{}</dt><dd style='margin:0 0
 NOTHING = "No non-finite number reached the result, the gradients, the parameters or the optimizer state."
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Report:
     """The first non-finite number that reached something that matters, or ``found = False``.
 
@@ -28,8 +27,8 @@ class Report:
     "file.py:12", the innermost line of the user's own code; ``library``: the innermost line of a library, when the
     fault is in there, else "". ``rows``: indices into the first dimension of the bad tensor (the batch, for data and
     activations). ``others``: further independent births, earliest first. ``exception``: what the step raised, if it
-    did. ``growth``: the largest |parameter| before each optimizer step up to the birth, and now. ``batch``,
-    ``texts``: from a trainer, which batch and its bad rows' text.
+    did. ``growth``: the largest |parameter| before each optimizer step up to the birth, and at it. ``batch``,
+    ``texts``: from a trainer, which batch (from 0) and the text of its bad rows.
     """
 
     found: bool = False
@@ -52,57 +51,24 @@ class Report:
     batch: int | None = None
     texts: dict[int, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, tracer: Tracer, exception: BaseException | None = None) -> Report:
-        """The verdict: the earliest root among everything that reached a sink."""
-        reached = [(name, e) for name, events in tracer.sinks.items() for e in events if not excused(name, e, tracer)]
-        if not reached:
-            return cls(exception=exception)
-        roots = sorted({e.root() for _, e in reached}, key=lambda e: e.n)
-        roots = [e for e in roots if not e.deliberate] or roots
-        independent, places = [], set()  # what comes from an earlier one, or from the same line, is no further birth
-        for e in roots:
-            if places.isdisjoint(map(place, e.lineage())):
-                independent.append(e)
-                places.add(place(e))
-        reports = [cls.about(e, reached) for e in independent]
-        report, report.others, report.exception = reports[0], reports[1:], exception
-        growth = [*tracer.growth, (tracer.n, tracer.largest())] if tracer.growth else []
-        before = sum(n <= roots[0].n for n, _ in growth)  # the next one is what the parameters were at the birth
-        report.growth = [value for _, value in growth[: before + 1] if value == value]
-        return report
-
-    @classmethod
-    def about(cls, e: Event, reached: list[tuple[str, Event]]) -> Report:
-        names = list(dict.fromkeys(name for name, event in reached if event.root() is e))
-        last = max((event for _, event in reached if event.root() is e), key=lambda event: event.n)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        story = [*map(sentence, path(e, last)), f"It surfaced in {', '.join(names[:3])}{more}."]
-        row = CAUSES[e.cause]
-        return cls(
-            True, e.cause, e.kind, e.phase, e.op, e.module, e.source, e.library, e.rows, f"{row.explain} {e.detail}".strip(),
-            story, e.inputs, row.advice, row.lesson,
-        )  # fmt: skip
-
     @property
     def headline(self) -> str:
         where = f"{self.op} in {self.module}" if self.module else self.op
-        return (
-            f"{self.cause}: {self.kind} in {self.phase}, {where}, at {self.source or self.library or 'an unknown line'}"
-        )
+        line = self.source or self.library or "an unknown line"
+        return f"{self.cause}: {self.kind} in {self.phase}, {where}, at {line}" if self.found else "nothing found"
 
     def items(self) -> list[tuple[str, list[str]]]:
         """(title, paragraphs): the one content behind text and card."""
         growth, others = " → ".join(f"{g:.3g}" for g in self.growth[-6:]), [o.headline for o in self.others]
-        batch = [f"batch {self.batch}"] if self.batch is not None else []
-        rows = [f"rows {', '.join(map(str, self.rows[:8]))}{', …' if len(self.rows) > 8 else ''}"] if self.rows else []
+        rows = f"rows {', '.join(map(str, self.rows[:8]))}{', …' if len(self.rows) > 8 else ''}" if self.rows else ""
+        batch = f"batch {self.batch}" if self.batch is not None else ""
         items = {
             "What": [self.explanation if self.found else NOTHING],
             "In the library": [self.library],
-            "Rows": [", ".join(batch + rows), *(f"row {r}: {text}" for r, text in self.texts.items())],
+            "Rows": [", ".join(filter(None, [batch, rows])), *(f"row {r}: {text}" for r, text in self.texts.items())],
             "Story": self.story,
             "Inputs": self.inputs,
-            "Largest |parameter|": [growth if len(self.growth) > 1 and self.growth[-1] > 10 * self.growth[0] else ""],
+            "Largest |parameter|": [growth if self.growth and self.growth[-1] > 10 * self.growth[0] else ""],
             "Advice": [self.advice],
             "Lesson": [self.lesson and f"notebooks/{self.lesson}.ipynb"],
             "Independent of it": [f"{len(others)} more:" if others else "", *others],
@@ -111,20 +77,49 @@ class Report:
         return [(title, shown) for title, lines in items.items() if (shown := [line for line in lines if line])]
 
     def __str__(self) -> str:
-        lines = [self.headline if self.found else "locate: nothing found"]
-        for title, (first, *rest) in self.items():
-            lines += [f"  {title}: {first}", *(f"    {line}" for line in rest)]
-        return "\n".join(lines)
+        blocks = (f"  {title}: " + "\n    ".join(lines) for title, lines in self.items())
+        return "\n".join([f"locate: {self.headline}", *blocks])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         items = (ITEM.format(escape(title), "<br>".join(map(escape, lines))) for title, lines in self.items())
-        color, head = ("#c0392b", self.headline) if self.found else ("#2e8b57", "Nothing found")
-        return CARD.format(color, escape(head), "".join(items))
+        return CARD.format("#c0392b" if self.found else "#2e8b57", escape(f"locate: {self.headline}"), "".join(items))
 
 
-def excused(name: str, event: Event, tracer: Tracer) -> bool:
+def verdict(tracer, exception: BaseException | None = None) -> Report:
+    """The earliest root among everything that reached a sink of the ``Tracer``; the other independent ones beside
+    it."""
+    reached = [(name, e) for name, events in tracer.sinks.items() for e in events if not excused(name, e, tracer)]
+    roots = sorted({e.root() for _, e in reached}, key=lambda e: e.n)
+    reports, places = [], set()  # what comes from an earlier one, or from the same line, is no further birth
+    for root in [e for e in roots if not e.deliberate] or roots:
+        if places.isdisjoint(map(place, root.lineage())):
+            places.add(place(root))
+            reports.append(about(root, [(name, e) for name, e in reached if e.root() is root]))
+    report = reports[0] if reports else Report()
+    report.others, report.exception = reports[1:], exception
+    if reports and tracer.growth:
+        growth = [*tracer.growth, (tracer.n, tracer.largest())]
+        before = sum(n <= roots[0].n for n, _ in growth)  # the next one is what the parameters were at the birth
+        report.growth = [value for _, value in growth[: before + 1] if value == value]
+    return report
+
+
+def about(root, reached: list) -> Report:
+    """What one birth looks like: from it to the NaN it became, to the sinks that it reached."""
+    names, steps = list(dict.fromkeys(name for name, _ in reached)), [max((e for _, e in reached), key=lambda e: e.n)]
+    while steps[0] is not root:
+        steps.insert(0, next(p for p in steps[0].parents if p.root() is root))
+    surfaced = f"It surfaced in {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}."
+    report, row = Report(**{f.name: getattr(root, f.name) for f in fields(Report)}), CAUSES[root.cause]
+    report.found, report.advice, report.lesson = True, row.advice, row.lesson
+    report.explanation = f"{row.explain} {root.explanation}".strip()
+    report.story = [*map(sentence, [*root.parents[:1], *steps]), surfaced]
+    return report
+
+
+def excused(name: str, event, tracer) -> bool:
     """Values that somebody means to be there, or that something already takes care of."""
     root = event.root()
     if tracer.scaler_skips and root.cause == "overflow" and root.phase == "backward":
@@ -133,21 +128,13 @@ def excused(name: str, event: Event, tracer: Tracer) -> bool:
     return name.startswith("values") and (root.deliberate or (bool(root.name) and tracer.went_backward))
 
 
-def place(e: Event) -> tuple:
+def place(e) -> tuple:
     return e.source, e.library, e.module, e.name
 
 
-def path(root: Event, last: Event) -> list[Event]:
-    """From the birth to the event that reached the sink; before it, what had been put there on purpose."""
-    steps = [last]
-    while steps[0] is not root:
-        steps.insert(0, next(p for p in steps[0].parents if p.root() is root))
-    return [*root.parents[:1], *steps]
-
-
-def sentence(e: Event) -> str:
+def sentence(e) -> str:
     where = " ".join(filter(None, [e.module and f"in {e.module}", e.source and f"at {e.source}"]))
     if e.phase in ("data", "state"):
         return f"{e.name} was already {e.kind} ({e.amount or 'a number'}) when it was used {where}."
-    note = f" ({e.note})" if e.note else ""
-    return f"{e.phase}: {e.op}{note} {'put a deliberate' if e.deliberate else 'made'} {e.kind} ({e.amount}) {where}."
+    note, made = f" ({e.note})" if e.note else "", "put a deliberate" if e.deliberate else "made"
+    return f"{e.phase}: {e.op}{note} {made} {e.kind} ({e.amount}) {where}."

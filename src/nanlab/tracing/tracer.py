@@ -14,8 +14,9 @@ import os
 import re
 import sys
 import sysconfig
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nanlab.tracing.causes import Birth, bad, bad_mask, diagnose, is_float, plain, span
+from nanlab.tracing.report import Report
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
 STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
@@ -92,43 +94,26 @@ def name_in_frames(x: Tensor) -> str:
 
 
 # -- what happened ---------------------------------------------------------------------------------------------------
-@dataclass(eq=False)
-class Event:
+@dataclass(eq=False, repr=False)
+class Event(Report):
     """A birth: a finite number became inf or NaN, an inf became NaN, or a bad value came in from outside.
 
-    ``frames``: (code, instruction), innermost first, the user's and the libraries' only. ``name``: of a tensor that
-    was bad on arrival. ``deliberate``: an inf that somebody wrote on purpose.
+    ``n``: number of the operation. ``name``: of a tensor that was bad on arrival. ``deliberate``: an inf written on
+    purpose.
     """
 
-    n: int
-    op: str
-    phase: str
-    module: str
-    frames: tuple
+    n: int = 0
     note: str = ""
-    kind: str = "nan"
-    cause: str = "unknown"
     amount: str = ""
-    rows: list[int] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
-    detail: str = ""
     name: str = ""
     parents: tuple[Event, ...] = ()
     deliberate: bool = False
 
-    @property
-    def source(self) -> str:
-        return next((line_of(*f) for f in self.frames if whose(f[0]) == USER), "")
-
-    @property
-    def library(self) -> str:
-        return line_of(*self.frames[0]) if self.frames and whose(self.frames[0][0]) == LIBRARY else ""
-
-    def fill(self, t: Tensor, mask: Tensor, **fields: object) -> Event:
+    def about(self, t: Tensor, mask: Tensor, **more: object) -> Event:
         """The same event, with how much of ``t`` is bad, and in which rows."""
         amount = f"{int(mask.sum())} of {mask.numel()} in {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
         rows = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist() if mask.dim() else []
-        return replace(self, amount=amount, rows=rows, **fields)
+        return replace(self, amount=amount, rows=rows, **more)
 
     def root(self) -> Event:
         """The earliest ancestor that was not put there on purpose; else this event."""
@@ -141,11 +126,9 @@ class Event:
         return {self}.union(*(p.lineage() for p in self.parents))
 
 
-class Call:
-    """A module's forward in progress. The frame is let go when it returns, or its locals would stay alive."""
-
-    def __init__(self, name: str, frame, frames: tuple, below: Call | None) -> None:
-        self.name, self.frame, self.frames, self.below = name, frame, frames, below
+class Call(SimpleNamespace):
+    """A module's forward in progress: name, frame, frames, below. The frame is let go at the end, or its locals
+    stay."""
 
     def around(self) -> tuple:
         return self.frames + (self.below.around() if self.below else ())
@@ -268,7 +251,8 @@ class Tracer(TorchDispatchMode):
         frame = sys._getframe(1)
         frames, engine, _ = walk(frame, self.call and self.call.frame)
         name = self.modules[id(module)] or type(module).__name__
-        self.call = Call(name, frame, frames + self.outside if engine else frames, self.call)
+        frames += self.outside if engine else ()
+        self.call = Call(name=name, frame=frame, frames=frames, below=self.call)
 
     def leave_module(self, *_args) -> None:
         if self.call:
@@ -286,20 +270,12 @@ class Tracer(TorchDispatchMode):
                         self.arrived(t, kind)
             self.growth.append((self.n, self.largest()))
             for name, value in (item for group in optimizer.param_groups for item in group.items()):
-                if isinstance(value, (float, Tensor)) and not math.isfinite(
-                    value
-                ):  # a NaN learning rate is no tensor at all
-                    label, detail = f"{name} of the optimizer", f"{name} is {float(value)} when step() is called."
-                    kind = "nan" if value != value else "inf"
-                    state = {
-                        "op": label,
-                        "name": label,
-                        "phase": "state",
-                        "cause": "bad_state",
-                        "kind": kind,
-                        "detail": detail,
-                    }
-                    self.setting = replace(self.event("step"), **state)
+                if isinstance(value, (float, Tensor)) and not math.isfinite(value):  # a NaN learning rate is no tensor
+                    kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
+                    said = f"{name} is {float(value)} when step() is called."
+                    self.setting = self.event(
+                        label, "state", name=label, kind=kind, cause="bad_state", explanation=said
+                    )
                     self.sinks.setdefault(label, (self.setting,))
 
     def after_step(self, *_args) -> None:
@@ -328,27 +304,33 @@ class Tracer(TorchDispatchMode):
         return result
 
     # -- where are we ------------------------------------------------------------------------------------------------
-    def event(self, op: str, writes_leaf: bool = False) -> Event:
-        """A blank event, here and now: phase, module, and lines."""
+    def event(self, op: str, phase: str = "", writes_leaf: bool = False, **more: object) -> Event:
+        """An event, here and now: phase, module, and lines."""
         local, engine, recomputed = walk(sys._getframe(1), self.call and self.call.frame)
-        around = self.outside if engine else ()
+        around, module, note = self.outside if engine else (), self.call.name if self.call else "", ""
+        frames = local + (self.call.around() if self.call else around)
         if torch._C._current_graph_task_id() == -1 or recomputed:
-            frames = local + (self.call.around() if self.call else around)
-            if self.stepping is not None or (writes_leaf and not torch.is_grad_enabled()):
-                return Event(self.n, op, "optimizer", "", frames)
+            stepping = self.stepping is not None or (writes_leaf and not torch.is_grad_enabled())
+            phase, module = phase or ("optimizer" if stepping else "forward"), "" if stepping else module
             note = "recomputed for checkpointing" if recomputed and engine else ""
-            return Event(self.n, op, "forward", self.call.name if self.call else "", frames, note)
-        # A native node is tied to the forward line that made it; Python code in a backward has a line of its own.
-        node = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else -9
-        made = next((self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (None, around, ""))
-        (call, lines, forward_op), variable = made, getattr(node, "variable", None)
-        module, note = call.name if call else "", f"gradient of {forward_op}"
-        if variable is not None:  # AccumulateGrad: a parameter, but no forward line
-            lines, call, note = around, None, f"gradient of {self.name_of(variable)}"
-            module = self.name_of(variable).rpartition(".")[0]
-        frames = local + around if local else lines + (call.around() if call else ())
-        return Event(self.n, op, "backward", module, frames, f"{node.name()}, {note}" if node is not None else "")
+        elif (node := torch._C._current_autograd_node()) is not None:
+            # A native node is tied to the forward line that made it; Python code in a backward has a line of its own.
+            number, variable = node._sequence_nr(), getattr(node, "variable", None)
+            made = next(
+                (self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (None, around, "")
+            )
+            call, lines, note = made[0], made[1], f"{node.name()}, gradient of {made[2]}"
+            module, frames = (
+                call.name if call else "",
+                local + around if local else lines + (call.around() if call else ()),
+            )
+            if variable is not None:  # AccumulateGrad: a parameter, but no forward line
+                note, frames = f"{node.name()}, gradient of {self.name_of(variable)}", local + around
+                module = self.name_of(variable).rpartition(".")[0]
+        source = next((line_of(*f) for f in frames if whose(f[0]) == USER), "")
+        library = line_of(*frames[0]) if frames and whose(frames[0][0]) == LIBRARY else ""
+        spot = {"op": op, "phase": phase or "backward", "module": module, "source": source, "library": library}
+        return Event(n=self.n, note=note, **{**spot, **more})
 
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -371,7 +353,12 @@ class Tracer(TorchDispatchMode):
         produced = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if is_float(t)]
         outs = written + [t for t in produced if not any(t is w for w in written)] if len(written) < 9 else written
         if found := [(i, t, kind) for i, t in enumerate(outs) if (kind := bad(t))]:
-            self.note(Birth(name, func, args, kwargs), outs, found, before)
+            try:
+                self.note(Birth(op=name, func=func, args=args, kwargs=kwargs), outs, found, before)
+            except Exception as error:  # the step must go on: an event without a closer look is better than none
+                event = self.event(name, kind=found[0][2].strip("-"), cause="unknown", explanation=f"({error!r})")
+                for _, t, _ in found:
+                    self.record(t, (event,))
         if name == "sum" and out.numel() <= 4096:
             self.counts.add(key_of(out))
         elif name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
@@ -396,26 +383,21 @@ class Tracer(TorchDispatchMode):
             self.record(t, (*carried, born) if is_born else carried)
 
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
-        event = self.event(birth.op.rstrip("_"), written and birth.out.is_leaf and birth.out.requires_grad)
+        event = self.event(birth.op.rstrip("_"), writes_leaf=written and birth.out.is_leaf and birth.out.requires_grad)
         birth.native = event.phase == "backward" and not walk(sys._getframe(1), self.call and self.call.frame)[0]
         birth.saved = any(p.phase == "forward" and not p.deliberate for p in parents)
         birth.phase, birth.counted = event.phase, lambda t: key_of(t) in self.counts
         birth.eps = self.stepping.param_groups[0].get("eps") if self.stepping is not None else None
-        (cause, detail), name = diagnose(birth), ""
-        literal = birth.literal == birth.kind.strip("-")  # written in the code: a mask, a sentinel, a poisoned number
+        (event.cause, event.explanation), event.kind, mask = diagnose(birth), birth.kind.strip("-"), birth.fresh
+        literal = birth.literal() == event.kind  # written in the code: a mask, a sentinel, a poisoned number
         if literal and self.stepping is not None and self.setting:
             return self.setting
         if literal and event.phase == "forward":
-            cause, detail, event.phase, name = "bad_input", "", "data", f"a constant in {event.op}"
-        mask = birth.fresh if birth.fresh is not None else bad_mask(birth.out)
-        mask = mask & torch.isnan(birth.out) if cause in ("zero_times_inf", "inf_minus_inf") else mask
-        mask = birth.fresh if birth.fresh is not None else bad_mask(birth.out)
-        if cause in ("zero_times_inf", "inf_minus_inf"):
-            mask = mask & torch.isnan(plain(birth.out))
-        return event.fill(
-            birth.out, mask, kind=birth.kind.strip("-"), cause=cause, detail=detail, name=name, parents=parents,
-            inputs=[f"{a}: {span(x)}" for a, x, _ in birth.inputs], deliberate=literal and birth.kind != "nan",
-        )  # fmt: skip
+            event.cause, event.phase, event.name = "bad_input", "data", f"a constant in {event.op}"
+        mask = bad_mask(birth.out) if mask is None else mask
+        mask = mask & torch.isnan(plain(birth.out)) if event.cause in ("zero_times_inf", "inf_minus_inf") else mask
+        event.parents, event.deliberate = parents, literal and birth.kind != "nan"
+        return event.about(birth.out, mask, inputs=[f"{a}: {span(x)}" for a, x, _ in birth.inputs])
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
         """Whose fault is the first bad element of ``x``? Nobody's here, if it came in from outside."""
@@ -434,14 +416,15 @@ class Tracer(TorchDispatchMode):
             self.adopt_parameter(name_in_frames(variable), variable)
         known, parameter = self.names.get(key_of(x)), isinstance(x, nn.Parameter)
         name, cause, whole = known or (name_in_frames(x), "bad_state" if parameter else "bad_input", x)
-        mask, good = bad_mask(whole), plain(x)[~bad_mask(x)]
-        deliberate = kind == "-inf" and not parameter and bool((good == good[:1]).all())  # 0 and −inf only: a mask
-        event = self.event(name).fill(
-            whole, mask, phase="state" if cause == "bad_state" else "data", kind=kind.strip("-"), cause=cause, name=name,
-            inputs=[f"{name}: {span(whole)}"], deliberate=deliberate or (x.dim() == 0 and not known and kind != "nan"),
-        )  # fmt: skip
+        good, phase, said = plain(x)[~bad_mask(x)], "state" if cause == "bad_state" else "data", ""
+        mask = kind == "-inf" and not parameter and bool((good == good[:1]).all())  # 0 and −inf only
+        op, deliberate = name, mask or (x.dim() == 0 and not known and kind != "nan")
         if torch.distributed.is_initialized() and not known and self.went_backward and self.stepping is None:
-            event.__dict__.update(op="all_reduce", phase="backward", cause="unknown", detail=UNSEEN, name="")
+            op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
+        event = self.event(
+            op, phase, name=name, cause=cause, kind=kind.strip("-"), explanation=said, deliberate=deliberate
+        )
+        event = replace(event.about(whole, bad_mask(whole)), phase=phase, inputs=[f"{event.op}: {span(whole)}"])
         self.record(x, (event,))
         return event
 
@@ -457,8 +440,8 @@ class Tracer(TorchDispatchMode):
         if is_float(value) and name not in self.sinks and (kind := bad(value)):
             self.sinks[name] = self.blame(value, kind)
         elif isinstance(value, float) and not math.isfinite(value):  # most likely the last bad number that was read
-            unknown = Event(self.n, "float", "forward", "", (), kind="nan" if value != value else "inf", name=name)
-            self.sinks[name] = self.reads or (unknown,)
+            kind = "nan" if value != value else "inf"
+            self.sinks[name] = self.reads or (Event(n=self.n, op=name, phase="forward", kind=kind, cause="unknown"),)
 
     def sink_state(self) -> None:
         """Parameters, gradients, optimizer state; buffers only if this step made them NaN."""
@@ -491,7 +474,7 @@ def harmless(name: str, args: tuple) -> bool:
 def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, tuple, bool]:
     """(events carried on, parents of what is born, is anything born). Element by element where places correspond."""
     bad_in = [(x, k) for _, x, k in birth.inputs if k]
-    if birth.pointwise and not any(id(x) in before for x, _ in bad_in):
+    if birth.pointwise() and not any(id(x) in before for x, _ in bad_in):
         out, nan = bad_mask(birth.out), torch.isnan(birth.out)
         was_bad = functools.reduce(torch.logical_or, (bad_mask(x) for x, _ in bad_in), torch.zeros_like(out))
         was_nan = functools.reduce(torch.logical_or, (torch.isnan(x) for x, _ in bad_in), torch.zeros_like(out))
