@@ -220,12 +220,13 @@ def warm_up(
     lr: float = 2e-3,
     seed: int = 0,
 ) -> list[float]:
-    """Teach a model how ``rows`` look, in place: plain next-token training on prompts with right answers.
+    """Teach a model how ``rows`` look, in place: plain next-token training on whole texts.
 
-    A batch holds ``batch_size`` texts: a prompt, its ``reference`` or its ``chosen`` answer, and eos; the loss is the
+    A text is a prompt, one of the row's ``columns``, and eos; a batch holds ``batch_size`` of them; the loss is the
     mean cross-entropy over their tokens. A random model has nothing to lose; after the warm-up preference tuning has
-    something that it could wreck. A plain loop on purpose:
-    trl's SFTTrainer leaves a model behind whose forward is patched, see ``nanlab.models.clone``.
+    something that it could wreck. With ``"rejected"`` among the columns the model starts like one from the web, which
+    has read good and bad answers, and has its style still to learn. A plain loop on purpose: trl's SFTTrainer leaves a
+    patched forward behind, see ``nanlab.models.clone``.
 
     Returns the loss of each step, in nats per token. Same seed, same weights; the global random state is not touched.
     """
