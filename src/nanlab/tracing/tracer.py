@@ -31,10 +31,11 @@ from nanlab.tracing.report import Report
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
 STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
 INSTALLED, GENERATED = ("site-packages", "dist-packages"), ("<frozen", "<eval_with_key", "<torch_package")
-UNINITIALISED = ("empty", "resize_", "new_empty")
+UNSEEN_OR_SHARED = ("empty", "resize_", "new_empty", "_unsafe_view")
 OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random|set)_|.*\.(\w+_)?out")
 # In an optimizer step these cannot make a finite number bad: averages, shrinking by a factor, adding a constant.
-HARMLESS = re.compile(r"(_foreach_)?(lerp|sqrt|mul|add)_?")
+HARMLESS = re.compile(r"(_foreach_)?(lerp|sqrt|mul|add|div)_?")
+COPIES = ("slice_backward", "cat", "clone")  # of gradients that have been looked at
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT = range(5)
 
@@ -161,7 +162,7 @@ def facts(func) -> tuple[str, tuple, bool, bool]:
         writes = tuple((i, a.name) for i, a in arguments if a.name.startswith("running_"))
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     overwrites = OVERWRITES.fullmatch(name) or OVERWRITES.fullmatch(f"{name}.{schema.overload_name}")
-    return name, writes, view or name.startswith(UNINITIALISED), bool(overwrites)
+    return name, writes, view or name.startswith(UNSEEN_OR_SHARED), bool(overwrites)
 
 
 def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
@@ -348,7 +349,7 @@ class Tracer(TorchDispatchMode):
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
             self.forward[number] = (self.call, walk(sys._getframe(1), self.call and self.call.frame)[0], name)
-        if skip or (self.stepping is not None and not self.taint and harmless(name, args)):
+        if skip or (not self.taint and self.harmless(name, args)):
             return out
         produced = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if is_float(t)]
         outs = written + [t for t in produced if not any(t is w for w in written)] if len(written) < 9 else written
@@ -366,6 +367,15 @@ class Tracer(TorchDispatchMode):
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
         return out
+
+    def harmless(self, name: str, args: tuple) -> bool:
+        """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
+        if self.stepping is None:
+            return name in COPIES and torch._C._current_graph_task_id() != -1
+        scalar = args[1] if len(args) > 1 else 1.0
+        if not HARMLESS.fullmatch(name) or isinstance(scalar, (list, tuple, Tensor)) != ("lerp" in name):
+            return False
+        return "lerp" in name or "add" in name or (abs(scalar) <= 1 if "mul" in name else abs(scalar) >= 1e-3)
 
     def note(self, birth: Birth, outs: list[Tensor], found: list, before: dict[int, str | None]) -> None:
         """Some outputs are not finite: carried on from the inputs, or born here?"""
@@ -462,13 +472,6 @@ class Tracer(TorchDispatchMode):
             for name, value in list(trace.tb_frame.f_locals.items()) if whose(trace.tb_frame.f_code) == USER else ():
                 self.sink(f"variable {name} when the step raised", value)
             trace = trace.tb_next
-
-
-def harmless(name: str, args: tuple) -> bool:
-    scalar = args[1] if len(args) > 1 else 0.0
-    if not HARMLESS.fullmatch(name) or isinstance(scalar, (list, tuple, Tensor)) != ("lerp" in name):
-        return False
-    return "mul" not in name or abs(scalar) <= 1
 
 
 def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, tuple, bool]:
