@@ -438,3 +438,243 @@ def check_08_phases(answer: dict[str, str]) -> bool:
         if answer.get(name) != phase:
             return _verdict(f"{name} is not {answer.get(name)!r}: {hints[name]}", "")
     return _verdict("", "Three phases, and one tool each would have missed at least one of them.")
+
+
+# --- 07 learning rate and dirty data --------------------------------------------------------------------------------
+
+
+def check_07_bad_tensors(bad_tensors) -> bool:
+    """`bad_tensors(model)`: names of the parameters and buffers with a NaN or +inf; −inf alone is a mask."""
+    return _verdict(_problem_07_bad_tensors(bad_tensors), "parameters, buffers and those that no checkpoint holds.")
+
+
+def _problem_07_bad_tensors(bad_tensors) -> str:
+    import torch
+
+    inf, nan = float("inf"), float("nan")
+    why = {  # name: (values, kind, what to say if it is missed or reported)
+        "fine": ([1.0, 2.0], "parameter", "it is fine."),
+        "weight": ([1.0, nan], "parameter", "a parameter with a NaN."),
+        "infinite": ([inf, 1.0], "parameter", "a parameter with an inf; an inf is no NaN, but as bad."),
+        "large": ([3e38, 3e38], "parameter", "its numbers are large and finite; only a sum over them overflows."),
+        "running_mean": ([nan, 1.0], "buffer", "a buffer, as BatchNorm's; parameters() does not name it."),
+        "inv_freq": ([1.0, nan], "hidden", "a buffer that is not persistent; state_dict() does not hold it."),
+        "count": ([3, 4], "buffer", "it is a count of integers."),
+        "mask": ([0.0, -inf], "buffer", "its −inf is deliberate."),
+    }
+    model = torch.nn.Module()
+    model.inner = torch.nn.Module()
+    for name, (values, kind, _) in why.items():
+        if kind == "parameter":
+            model.inner.register_parameter(name, torch.nn.Parameter(torch.tensor(values)))
+        else:
+            model.inner.register_buffer(name, torch.tensor(values), persistent=kind != "hidden")
+    try:
+        found = set(bad_tensors(model))
+    except Exception as error:
+        return f"it raised {type(error).__name__}: {error}"
+    expected = {f"inner.{name}" for name in ("weight", "infinite", "running_mean", "inv_freq")}
+    for name, (_, _, reason) in why.items():
+        if (full := f"inner.{name}") in found ^ expected:
+            return f"{full} {'was reported' if full in found else 'was missed'}: {reason}"
+    return "" if found == expected else f"expected qualified names as {sorted(expected)}, got {sorted(found)}."
+
+
+def check_07_clean_batch(clean_batch) -> bool:
+    """`clean_batch(features [R, C], targets [R])`: (finite rows, their targets, number dropped); ValueError if none."""
+    return _verdict(
+        _problem_07_clean_batch(clean_batch), "bad rows are out, good ones untouched, and you know how many."
+    )
+
+
+def _problem_07_clean_batch(clean_batch) -> str:
+    import torch
+
+    inf, nan = float("inf"), float("nan")
+    rows = (  # features, target, good
+        ([1.0, 2.0], 0.5, True),
+        ([nan, 2.0], 0.5, False),
+        ([3.0, -4.0], 1.0, True),
+        ([1.0, inf], 0.0, False),
+        ([5.0, 6.0], nan, False),
+        ([3e38, 3e38], 0.0, True),  # finite, though a sum over the row is not
+        ([-inf, inf], 1.0, False),
+        ([0.0, 0.0], 0.0, True),
+    )
+    features, targets = torch.tensor([f for f, _, _ in rows]), torch.tensor([t for _, t, _ in rows])
+    good = torch.tensor([g for _, _, g in rows])
+    try:
+        kept, labels, dropped = clean_batch(features.clone(), targets.clone())
+    except Exception as error:
+        return f"on a batch with four good rows it raised {type(error).__name__}: {error}"
+    if kept.shape[0] != labels.shape[0]:
+        return f"{kept.shape[0]} rows of features, but {labels.shape[0]} targets: they no longer belong together."
+    if not (kept.isfinite().all() and labels.isfinite().all()):
+        return "something that is not finite came through; look at inf as well as NaN, and at the targets too."
+    if kept.shape[0] != int(good.sum()):
+        return f"of these 8 rows 4 are good; you kept {kept.shape[0]}. Replace nothing, and drop whole rows only."
+    if not (torch.equal(kept, features[good]) and torch.equal(labels, targets[good])):
+        return "the rows kept are not the good ones, unchanged and in order."
+    if dropped != 4:
+        return f"4 rows were dropped, you report {dropped}."
+    try:
+        clean_batch(torch.full((2, 2), nan), torch.ones(2))
+    except ValueError:
+        return ""
+    except Exception as error:
+        return f"a batch without a good row should raise ValueError, not {type(error).__name__}."
+    return "a batch without a good row came back empty; the mean of nothing is NaN (lesson 03). Raise ValueError."
+
+
+# --- 05 unk and pad -------------------------------------------------------------------------------------------------
+
+
+def check_05_collate(collate) -> bool:
+    """`collate(rows, pad_id)`: right-padded `input_ids`, `attention_mask`, `labels` [B, T]; −100 on padding only."""
+    return _verdict(_problem_05_collate(collate), "padding is known by its place, so every eos is learned.")
+
+
+def _problem_05_collate(collate) -> str:
+    rows = [[5, 6, 7, 2], [8, 2], [5, 2, 6, 0, 2]]  # ids 2 and 0 are eos and unk, also inside a row
+    for what, pad in {"a pad token of its own": 1, "pad = eos": 2, "pad = unk": 0}.items():
+        width, batch = max(map(len, rows)), None
+        try:
+            batch = {name: value.tolist() for name, value in collate([list(row) for row in rows], pad).items()}
+        except Exception as error:
+            return f"{what}: it raised {type(error).__name__}: {error}"
+        fills = {"input_ids": pad, "attention_mask": 0, "labels": -100}
+        for name, fill in fills.items():
+            bodies = [[1] * len(row) for row in rows] if name == "attention_mask" else rows
+            wanted = [body + [fill] * (width - len(body)) for body in bodies]
+            if name not in batch:
+                return f"{name} is missing; there is {sorted(batch)}."
+            for number, (got, want) in enumerate(zip(batch[name], wanted, strict=False)):
+                if [int(x) for x in got] != want:
+                    return f"{what}: {name} of the row {rows[number]} should be {want}, got {[int(x) for x in got]}."
+            if len(batch[name]) != len(rows):
+                return f"{what}: {name} has {len(batch[name])} rows for {len(rows)}."
+    return ""
+
+
+def check_05_causal_mask(causal_mask) -> bool:
+    """`causal_mask(keep [B, T], dtype)`: additive mask [B, T, T] under which every row of a softmax is finite."""
+    praise = "real tokens see what they should, and padding does no harm."
+    return _verdict(_problem_05_causal_mask(causal_mask), praise)
+
+
+def _problem_05_causal_mask(causal_mask) -> str:
+    import torch
+
+    keep = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 1]])
+    real = keep.bool()[:, :, None]  # queries that count
+    allowed = torch.ones(5, 5).tril().bool() & keep.bool()[:, None, :]
+    scores = torch.linspace(-1, 1, 100).reshape(4, 5, 5) + 16 * ~allowed  # what must not be seen is tempting
+    exact = scores.double().masked_fill(~allowed, -float("inf")).softmax(-1).masked_fill(~real, 0)
+    for dtype in (torch.float32, torch.float16):
+        mask, trouble = _tensor_of(lambda dtype=dtype: causal_mask(keep.clone(), dtype))
+        if trouble:
+            return f"{dtype}: {trouble}"
+        if mask.dtype != dtype or mask.shape != (4, 5, 5):
+            return f"expected {dtype} of shape [4, 5, 5], got {mask.dtype} of shape {list(mask.shape)}."
+        weights = (scores.to(dtype) + mask).softmax(-1)
+        if not weights.isfinite().all():
+            row, query = (~weights.isfinite()).any(-1).nonzero()[0].tolist()
+            lowest = mask[row, query].tolist()
+            return f"{dtype}: with keep {keep[row].tolist()} query {query} gives NaN; its row of the mask is {lowest}."
+        wrong = ((weights.double() - exact).abs() > 2e-3) & real
+        if wrong.any():
+            seen = wrong & ~allowed
+            row, query, key = (seen if seen.any() else wrong).nonzero()[0].tolist()
+            should = "see" if allowed[row, query, key] else "not see"
+            return (
+                f"{dtype}: with keep {keep[row].tolist()} query {query} should {should} key {key}; its weight is off."
+            )
+    return ""
+
+
+# --- 11 case study: DPO on Pythia-14m -------------------------------------------------------------------------------
+
+
+def check_11_decides(decides) -> bool:
+    """`decides(runs, factors)`: whether no two runs agree on all `factors` and differ in `run["nan"]`."""
+    praise = "it finds a pair that only decides together, also where not every combination was run."
+    return _verdict(_problem_11_decides(decides), praise)
+
+
+def _problem_11_decides(decides) -> str:
+    def table(rule, keep=lambda *levels: True):
+        levels = [(a, b, c) for a in (16, 32) for b in ("adam", "sgd") for c in "xyz"]
+        return [{"dtype": a, "optim": b, "pad": c, "nan": rule(a, b, c)} for a, b, c in levels if keep(a, b, c)]
+
+    both = lambda a, b, c: a == 16 and b == "adam"
+    either = lambda a, b, c: (a == 16) != (b == "adam")  # each alone has the same share of NaN everywhere
+    tables = {
+        "NaN where dtype is 16 and optim is adam": table(both),
+        "NaN where exactly one of dtype 16 and optim adam": table(either),
+        "NaN where dtype is 16": table(lambda a, b, c: a == 16),
+        "NaN everywhere": table(lambda a, b, c: True),
+        "no NaN at all": table(lambda a, b, c: False),
+        "half of the runs made, NaN where dtype is 16 and optim is adam": table(
+            both, lambda a, b, c: (a // 16 + len(b) + ord(c)) % 2 == 0
+        ),
+    }
+    for what, runs in tables.items():
+        for factors in (
+            [],
+            ["dtype"],
+            ["optim"],
+            ["pad"],
+            ["dtype", "optim"],
+            ["optim", "pad"],
+            ["pad", "optim", "dtype"],
+        ):
+            expected = not any(
+                one["nan"] != other["nan"] and all(one[f] == other[f] for f in factors)
+                for one in runs
+                for other in runs
+            )
+            try:
+                got = decides([dict(run) for run in runs], list(factors))
+            except Exception as error:
+                return f"{what}, factors {factors}: it raised {type(error).__name__}: {error}"
+            if bool(got) != expected:
+                return f"{what}: do the factors {factors} decide? {expected}, and yours says {got}."
+    return ""
+
+
+def check_11_vanishing_eps(vanishing_eps) -> bool:
+    """`vanishing_eps(optimizer)`: dtypes of weights in which the eps of their group is written as 0."""
+    praise = "the eps is judged in the dtype it is added in, group by group."
+    return _verdict(_problem_11_vanishing_eps(vanishing_eps), praise)
+
+
+def _problem_11_vanishing_eps(vanishing_eps) -> str:
+    import torch
+    from torch.optim import SGD, Adam, AdamW
+
+    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+    weights = lambda *dtypes: [torch.zeros(2, dtype=dtype, requires_grad=True) for dtype in dtypes]
+    groups = lambda **eps: [{"params": weights(getattr(torch, name)), "eps": value} for name, value in eps.items()]
+    cases = {
+        "AdamW, fp16, eps 1e-8": (AdamW(weights(half)), {half}),
+        "Adam, fp16, eps 1e-8": (Adam(weights(half)), {half}),
+        "AdamW, bf16, eps 1e-8": (AdamW(weights(brain)), set()),
+        "AdamW, fp32, eps 1e-8": (AdamW(weights(single)), set()),
+        "AdamW, fp16, eps 1e-4": (AdamW(weights(half), eps=1e-4), set()),
+        "AdamW, fp16, eps 1e-6, below the smallest normal number and not 0": (AdamW(weights(half), eps=1e-6), set()),
+        "AdamW, fp32, eps 1e-50": (AdamW(weights(single), eps=1e-50), {single}),
+        "AdamW, fp16, eps 0 as given": (AdamW(weights(half), eps=0.0), set()),
+        "AdamW, fused, fp16": (AdamW(weights(half), fused=True), set()),
+        "SGD, fp16": (SGD(weights(half), lr=0.1), set()),
+        "AdamW, weights in fp32 and fp16": (AdamW(weights(single, half)), {half}),
+        "AdamW, the second of two groups": (AdamW(groups(float32=1e-8, float16=1e-8)), {half}),
+        "AdamW, two groups with an eps of their own": (AdamW(groups(float32=1e-8, float16=1e-4)), set()),
+    }
+    for what, (optimizer, expected) in cases.items():
+        try:
+            got = set(vanishing_eps(optimizer))
+        except Exception as error:
+            return f"{what}: it raised {type(error).__name__}: {error}"
+        if got != expected:
+            return f"{what}: expected {[str(d) for d in expected]}, got {[str(d) for d in got]}."
+    return ""
