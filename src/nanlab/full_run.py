@@ -42,7 +42,7 @@ def _gold_as_chosen(rows):
 
 
 METHODS = {
-    "tpo": Method(TPOTrainer, TPOConfig, lambda rows: rows, 3e-4, 2e-5, {}),
+    "tpo": Method(TPOTrainer, TPOConfig, lambda rows: rows, 3e-4, 2e-5, {"beta": 0.1}),
     "token-tpo": Method(TokenTPOTrainer, TokenTPOConfig, to_scored, 1e-5, 1e-6, {}),
     # Without the NLL term ("sft") DPO lowers the log-prob of good answers too, as long as bad ones fall faster.
     "dpo": Method(
@@ -311,8 +311,8 @@ def _make_start(start: Path, plan: dict[str, Any], rows) -> None:
             own = PADDING in tokenizer.get_vocab()
             tokenizer.pad_token = PADDING if own else tokenizer.eos_token or END
         model.config.pad_token_id = tokenizer.pad_token_id
-        if plan["model"] == "tiny":  # a random model has nothing to lose; teach it the form of the answers
-            warm_up(model, tokenizer, rows, seed=plan["seed"])
+        if plan["model"] == "tiny":  # a random model has nothing to lose: first it reads good and bad answers alike
+            warm_up(model, tokenizer, rows, columns=("reference", "chosen", "rejected"), seed=plan["seed"])
         shutil.rmtree(start, ignore_errors=True)
         model.save_pretrained(start)
         tokenizer.save_pretrained(start)
