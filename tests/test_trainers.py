@@ -1,6 +1,7 @@
 """The trainers against TRL's own loss, and their evaluate() against a plain float64 loop over the rows."""
 
 import copy
+import itertools
 import math
 import statistics
 
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from trl.experimental import tpo
 
+from nanlab import trainers
 from nanlab.course.materials import load_preferences, tiny_tokenizer, to_scored
 from nanlab.errors import InputError
 from nanlab.trainers import DPOConfig, DPOTrainer, TokenTPOConfig, TokenTPOTrainer, TPOConfig, TPOTrainer
@@ -251,6 +253,16 @@ def test_evaluate_is_the_plain_loop_whatever_the_batch_size_and_the_order(kind, 
         trainer.args.per_device_eval_batch_size = size
         assert_metrics(trainer.evaluate(), expected)
     assert_metrics(trainer.evaluate(shuffled), expected)
+
+
+def test_tokens_left_after_truncation_are_counted_as_the_collator_cuts():
+    cuts = {"keep_start": lambda mask, n: mask[:n], "keep_end": lambda mask, n: mask[-n:]}
+    for prompt, completion, mode in itertools.product(range(5), range(5), cuts):
+        mask = [0] * prompt + [1] * completion
+        for limit in (None, *range(1, 10)):
+            left = sum((mask if limit is None else cuts[mode](mask, limit))[1:])  # the first token has no predecessor
+            counted = trainers._predicted_tokens(prompt, completion, limit, mode)
+            assert max(counted, 0) == left, (prompt, completion, limit, mode)
 
 
 @pytest.mark.parametrize("kind", METHODS)

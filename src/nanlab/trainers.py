@@ -176,9 +176,9 @@ def _weighted_mean(column: Tensor) -> float:
 
 
 def _preference_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, RowSum]:
-    """Reward metrics under TRL's names. A comparison with NaN is False: such a row has no accuracy, not accuracy 0."""
+    """Reward metrics under TRL's names. (NaN > 0 is False, an accuracy of 0; but such a row's loss leaves it out.)"""
     margins = chosen - rejected
-    accuracies = torch.where(margins.isnan(), torch.nan, (margins > 0).float())
+    accuracies = (margins > 0).float()
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
     return {n: _per_row(v) for n, v in zip(names, (chosen, rejected, margins, accuracies), strict=True)}
 
