@@ -24,7 +24,7 @@ slow: setup
 	$(BIN)/python -m pytest -n0 -m slow tests
 
 test-gpu: setup
-	NANLAB_SCALE=full $(BIN)/python -m pytest -n0 -m "gpu or not slow" tests notebooks/13_full_run.ipynb
+	NANLAB_SCALE=full $(BIN)/python -m pytest -n0 --nbval-cell-timeout=3600 notebooks/13_full_run.ipynb
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
