@@ -180,6 +180,15 @@ def test_rows_of_the_batch_are_given_for_activations():
     assert (report.cause, report.op, report.rows) == ("bad_input", "batch embeddings", [2])
 
 
+def test_a_bad_row_before_batch_norm_is_no_bad_buffer():
+    norm, x = nn.BatchNorm1d(4), torch.randn(6, 4)
+    x[2, 1] = math.nan
+    report = locate(lambda: norm(x).sum().backward(), model=norm, x=x)
+    assert (report.cause, report.op, report.rows) == ("bad_input", "batch x", [2])
+    assert report.others == []
+    assert "running" not in str(report.story[:-1])
+
+
 WORKER = """
 import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

@@ -356,6 +356,19 @@ def one_column_of_a_buffer() -> Case:
 
 
 @fault("zero_over_zero", "forward", "div")
+def column_that_is_read() -> Case:
+    w = leaf(shape=(4, 3))
+
+    def loss() -> Tensor:
+        buffer = torch.zeros(4, 3)
+        buffer[:, 1] = (w[:, 1] * 0) / (w[:, 1] * 0)  # BUG column_that_is_read
+        buffer[:, 2] = w[:, 2].detach() / 0
+        return buffer[:, 1].sum()
+
+    return backward_of(loss)
+
+
+@fault("zero_over_zero", "forward", "div")
 def real_fault_beside_a_clamped_inf() -> Case:
     w, zero = leaf(shape=(4,)), torch.zeros(4)
 
