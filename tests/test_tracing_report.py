@@ -253,3 +253,10 @@ def test_importing_it_does_not_import_transformers():
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_two_buffers_that_were_bad_alike_are_named_in_the_same_order_every_time():
+    norm = nn.BatchNorm1d(4).eval()
+    norm.running_mean[1] = norm.running_var[1] = torch.nan
+    x = torch.randn(3, 4)
+    assert {locate(lambda: norm(x).sum(), model=norm).op for _ in range(20)} == {"buffer running_mean"}

@@ -91,7 +91,7 @@ def verdict(tracer, exception: BaseException | None = None) -> Report:
     """The earliest root among everything that reached a sink of the ``Tracer``; the other independent ones beside
     it."""
     reached = [(name, e) for name, events in tracer.sinks.items() for e in events if not excused(name, e, tracer)]
-    roots = sorted({e.root() for _, e in reached}, key=lambda e: e.n)
+    roots = sorted(dict.fromkeys(e.root() for _, e in reached), key=lambda e: e.n)  # a set would order ties by chance
     reports, places = [], set()  # what comes from an earlier one, or from the same line, is no further birth
     for root in [e for e in roots if not e.deliberate] or roots:
         if places.isdisjoint(map(place, root.lineage())):
