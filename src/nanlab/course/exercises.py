@@ -592,6 +592,97 @@ def _problem_05_causal_mask(causal_mask) -> str:
     return ""
 
 
+# --- 10 case study: TPO's evaluate ----------------------------------------------------------------------------------
+
+
+def check_10_nan_batches(nan_batches) -> bool:
+    """`nan_batches(prompt_lengths, max_length, batch_size)`: numbers of the batches without one completion token."""
+    praise = "a batch is NaN when all of its prompts fill max_length, and only then."
+    return _verdict(_problem_10_nan_batches(nan_batches), praise)
+
+
+def _problem_10_nan_batches(nan_batches) -> str:
+    cases = [
+        ([10, 12, 300, 11], 64, 1, [2]),
+        ([10, 12, 300, 11], 64, 2, []),
+        ([10, 12, 300, 400, 500, 11], 64, 2, [1]),
+        ([10, 63, 64, 65], 64, 1, [2, 3]),
+        ([10, 11, 12, 13, 300], 64, 2, [2]),
+        ([300, 400, 10, 11], 64, 4, []),
+        ([300, 400], 64, 8, [0]),
+        ([], 64, 2, []),
+    ]
+    for lengths, max_length, batch_size, expected in cases:
+        what = f"prompts {lengths}, max_length={max_length}, batch_size={batch_size}"
+        try:
+            got = list(nan_batches(list(lengths), max_length, batch_size))
+        except Exception as error:
+            return f"{what}: it raised {type(error).__name__}: {error}"
+        if got != expected:
+            return f"{what}: the NaN batches are {expected}, got {got}."
+    return ""
+
+
+def check_10_is_right(is_right) -> bool:
+    """`is_right(average)`: a test of `average([(mean_loss, tokens), …])` that fails wrong ones, and only those."""
+    return _verdict(
+        _problem_10_is_right(is_right), "your test lets every right function pass and catches every wrong one."
+    )
+
+
+def _problem_10_is_right(is_right) -> str:
+    from nanlab.metrics import WeightedMean
+
+    nan = float("nan")
+    finite = lambda x: x - x == 0
+    over = lambda total, count: total / count if count else nan
+
+    def averages(kept, weight=lambda tokens: tokens, value=lambda loss: loss, nothing=nan):
+        def average(batches):
+            left = [(value(loss), weight(tokens)) for loss, tokens in batches if kept(loss, tokens)]
+            total, count = sum(loss * w for loss, w in left), sum(w for _, w in left)
+            return total / count if count else nothing
+
+        return average
+
+    def with_weighted_mean(batches):
+        mean = WeightedMean()
+        mean.update([loss for loss, _ in batches], [tokens for _, tokens in batches])
+        return mean.compute()
+
+    usual = lambda loss, tokens: finite(loss) and tokens > 0
+    right = {"sums and counts": averages(usual), "WeightedMean": with_weighted_mean}
+    wrong = {
+        "guard (NaN becomes 0.0), then aggregate": averages(
+            lambda loss, n: True, weight=lambda n: 1, value=lambda loss: loss if finite(loss) else 0.0
+        ),
+        "0.0 for the failed batches, weighed by tokens": averages(
+            lambda loss, n: True, value=lambda loss: loss if finite(loss) else 0.0
+        ),
+        "a mean of batch means": averages(usual, weight=lambda n: 1),
+        "0.0 when nothing is left": averages(usual, nothing=0.0),
+        "one that lets inf through": averages(lambda loss, n: loss == loss and n > 0),
+        "one that leaves honest zeros out": averages(lambda loss, n: usual(loss, n) and loss != 0),
+        "one that counts the tokens of failed batches": lambda batches: over(
+            sum(loss * n for loss, n in batches if finite(loss)), sum(n for _, n in batches)
+        ),
+        "one that is NaN as soon as one batch is": lambda batches: over(
+            sum(loss * n for loss, n in batches), sum(n for _, n in batches)
+        ),
+        "one that only looks at the first batch": lambda batches: batches[0][0] if batches else nan,
+    }
+    for functions, expected in ((right, True), (wrong, False)):
+        for name, average in functions.items():
+            try:
+                got = bool(is_right(average))
+            except Exception as error:
+                return f"for {name} your test raised {type(error).__name__}: {error}"
+            if got != expected:
+                kind = "a right function" if expected else "a wrong function"
+                return f"{kind} {'fails' if expected else 'passes'} your test: {name}."
+    return ""
+
+
 # --- 11 case study: DPO on Pythia-14m -------------------------------------------------------------------------------
 
 
@@ -677,4 +768,109 @@ def _problem_11_vanishing_eps(vanishing_eps) -> str:
             return f"{what}: it raised {type(error).__name__}: {error}"
         if got != expected:
             return f"{what}: expected {[str(d) for d in expected]}, got {[str(d) for d in got]}."
+    return ""
+
+
+# --- 09 guard -------------------------------------------------------------------------------------------------------
+
+
+def check_09_step(step) -> bool:
+    """`step(model, optimizer, micro_batches)`: one accumulated step, taken whole or not at all; returns which."""
+    return _verdict(_problem_09_step(step), "bit for bit as if the bad steps had never been.")
+
+
+def _problem_09_step(step) -> str:
+    import torch
+
+    good = [(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5]])), (torch.tensor([[0.5, -1.0]]), torch.tensor([[1.0]]))]
+    nan_row = (torch.tensor([[1.0, torch.nan]]), torch.tensor([[0.5]]))
+    overflow = (torch.tensor([[1e-3, 1e21]]), torch.tensor([[1.0]]))  # weight 1e-3: loss 1e36, gradient beyond fp32
+    large = (
+        torch.tensor([[0.0, 1.0]]),
+        torch.tensor([[-1.5e19]]),
+    )  # two gradients of 1.5e19: the sum of their squares overflows
+    cases = {  # micro-batches, taken
+        "two good micro-batches": ([good[0], good[1]], True),
+        "a NaN in the first of two": ([nan_row, good[0]], False),
+        "a NaN in the last of two": ([good[0], nan_row], False),
+        "a finite loss whose gradient overflows": ([good[0], overflow], False),
+        "a gradient that is finite, though its L2 norm overflows": ([good[0], large], True),
+    }
+    for what, (micro_batches, taken) in cases.items():
+        model, optimizer = _model_09(good)
+        reference = {name: value.clone() for name, value in _state_09(model, optimizer).items()}
+        if taken:
+            twin, twin_optimizer = _model_09(good)
+            _accumulate_09(twin, micro_batches)
+            twin_optimizer.step()
+            reference = _state_09(twin, twin_optimizer)
+        try:
+            result = step(model, optimizer, micro_batches)
+        except Exception as error:
+            return f"{what}: it raised {type(error).__name__}: {error}"
+        found = _state_09(model, optimizer)
+        if off := [n for n in reference if n not in found or not torch.equal(found[n], reference[n])]:
+            should = "should be taken, as one plain step" if taken else "should leave no trace"
+            got, wanted = found.get(off[0], torch.tensor(torch.nan)).tolist(), reference[off[0]].tolist()
+            return f"{what}: the step {should}; {off[0]} is {got}, expected {wanted}."
+        if any(p.grad is not None and bool((p.grad != 0).any()) for p in model.parameters()):
+            return f"{what}: gradients are left over, and would be added to those of the next step."
+        if result is not taken:
+            return f"{what}: return {taken}, not {result!r}."
+    return ""
+
+
+def _model_09(warm_up: list):
+    """A linear model and an AdamW with a past: one good step, then weights that make the cases come out."""
+    import torch
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.3, -0.2]]))
+        model.bias.zero_()
+    _accumulate_09(model, warm_up)
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.3, 1e-3]]))
+    return model, optimizer
+
+
+def _accumulate_09(model, micro_batches) -> None:
+    for x, y in micro_batches:
+        ((model(x) - y).square().mean() / len(micro_batches)).backward()
+
+
+def _state_09(model, optimizer) -> dict:
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    slots = {
+        f"{slot} of {name}": optimizer.state[p][slot]
+        for name, p in model.named_parameters()
+        for slot in optimizer.state[p]
+    }
+    return named | slots
+
+
+def check_09_log_entry(log_entry) -> bool:
+    """`log_entry(losses)`: {"loss": mean of the finite ones (NaN without any), "not_finite": how many are not}."""
+    return _verdict(_problem_09_log_entry(log_entry), "what is left out is counted, and nothing is invented.")
+
+
+def _problem_09_log_entry(log_entry) -> str:
+    inf, nan = float("inf"), float("nan")
+    cases = [([2.0, 4.0], 3.0, 0), ([2.0, nan, 4.0], 3.0, 1), ([2.0, inf], 2.0, 1), ([-inf, 2.0, nan, 4.0], 3.0, 2)]
+    for losses, mean, count in [*cases, ([nan, nan], nan, 2), ([0.0], 0.0, 0)]:
+        try:
+            entry = dict(log_entry(list(losses)))
+        except Exception as error:
+            return f"for {losses} it raised {type(error).__name__}: {error}"
+        if missing := {"loss", "not_finite"} - entry.keys():
+            return f"the entry lacks {sorted(missing)[0]!r}; without it nobody sees what the mean left out."
+        loss = float(entry["loss"])
+        if not (loss == mean or (loss != loss and mean != mean)):
+            why = "an invented 0.0 would be the best loss ever" if mean != mean else "leave out what is not finite"
+            return f"for {losses} the loss should be {mean}, not {loss}: {why}."
+        if entry["not_finite"] != count:
+            return f"in {losses} {count} are not finite, you count {entry['not_finite']}."
     return ""
