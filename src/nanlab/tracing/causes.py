@@ -229,7 +229,10 @@ def _(b: Birth) -> bool:
         return b.from_finite() and (seen.numel() == 0 or (weight is not None and not weight[seen].any()))
     if b.op != "div":
         return isinstance(x, Tensor) and x.numel() == 0
-    counted = x.numel() == 1 or (isinstance(other, Tensor) and b.counted(other) and x.numel() == other.numel())
+    if isinstance(other, Tensor):  # a whole number, or a sum: other zeros are 0/0 of measured things
+        counted = x.numel() == other.numel() and (b.counted(other) or not other.is_floating_point())
+    else:
+        counted = x.numel() == 1
     return b.kind == "nan" and counted and b.zero(other) and not b.native
 
 

@@ -360,8 +360,8 @@ class Tracer(TorchDispatchMode):
                 event = self.event(name, kind=found[0][2].strip("-"), cause="unknown", explanation=f"({error!r})")
                 for _, t, _ in found:
                     self.record(t, (event,))
-        if name == "sum" and out.numel() <= 4096:
-            self.counts.add(key_of(out))
+        if name == "sum" or (name == "_to_copy" and key_of(args[0]) in self.counts):
+            self.counts |= {key_of(out)} if out.numel() <= 4096 else set()
         elif name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
             self.reads = self.blame(args[0], kind)
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
