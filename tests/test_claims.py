@@ -1,0 +1,105 @@
+"""The ledger of claims: none is called true or false without a cell or a test that shows it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "claims.md"
+
+
+def _load_script():
+    spec = importlib.util.spec_from_file_location("make_claims", ROOT / "docs" / "make_claims.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ledger = _load_script()
+DATA = ledger.load()
+CLAIMS = DATA["claims"]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=[claim["id"] for claim in CLAIMS])
+def test_a_verdict_has_a_living_proof(claim):
+    assert ledger.dead_proofs([claim]) == []
+
+
+def test_the_page_is_what_the_data_says():
+    page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    assert page == ledger.render(DATA), "run: python docs/make_claims.py"
+
+
+def test_ids_are_unique_and_every_claim_says_what_it_was_run_on():
+    ids = [claim["id"] for claim in CLAIMS]
+    assert len(ids) == len(set(ids))
+    assert {claim["run_on"] for claim in CLAIMS} <= set(DATA["versions"])
+
+
+@pytest.mark.skipif(not SHARED.is_file(), reason="shared/claims.md is not here")
+def test_no_claim_of_the_list_is_missing():
+    listed = re.findall(r"^\| ([ABC]\d+) \|", SHARED.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(listed) > 50
+    assert set(listed) <= {claim["id"] for claim in CLAIMS}
+
+
+# --- the check itself: each way in which a proof can die is seen ------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A checkout with one notebook and one test file, and a claim that both prove."""
+    cells = [
+        {"cell_type": "markdown", "source": ["# 01 Title\n", "\n", "## Explain"]},
+        {"cell_type": "code", "source": "", "outputs": [{"text": ["0 / 0    nan\n"]}]},
+        {"cell_type": "markdown", "source": "## Fix"},
+        {"cell_type": "code", "source": "", "outputs": [{"data": {"text/plain": "0.85"}}]},
+    ]
+    for folder in ("notebooks", "tests"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "notebooks" / "01_title.ipynb").write_text(json.dumps({"cells": cells}))
+    (tmp_path / "tests" / "test_it.py").write_text("def test_one():\n    pass\n# def test_two(): once there\n")
+    proofs = [
+        {"notebook": "01_title", "section": "Explain", "shows": "0 / 0 nan"},
+        {"notebook": "01_title", "section": "Fix", "shows": "0.85"},
+        {"test": "tests/test_it.py::test_one"},
+    ]
+    return tmp_path, {"id": "A1", "verdict": "false", "proofs": proofs}
+
+
+def test_living_proofs_pass(small):
+    root, claim = small
+    assert ledger.dead_proofs([claim], root) == []
+    assert ledger.dead_proofs([{"id": "A2", "verdict": "open", "proofs": []}], root) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"notebook": "02_title", "section": "Explain", "shows": "0 / 0 nan"}, "no notebook"),
+        ({"notebook": "01_title", "section": "Locate", "shows": "0 / 0 nan"}, "no section"),
+        ({"notebook": "01_title", "section": "Fix", "shows": "0 / 0 nan"}, "does not show"),
+        ({"notebook": "01_title", "section": "Explain", "shows": "0 / 0 inf"}, "does not show"),
+        ({"test": "tests/test_that.py::test_one"}, "no file"),
+        ({"test": "tests/test_it.py::test_two"}, "no test"),
+    ],
+)
+def test_a_dead_proof_is_named(small, change, why):
+    root, claim = small
+    (problem,) = ledger.dead_proofs([{**claim, "proofs": [*claim["proofs"], change]}], root)
+    assert problem.startswith("A1: ")
+    assert why in problem
+
+
+@pytest.mark.parametrize(
+    "change", [{"proofs": []}, {"verdict": "open"}, {"verdict": "true", "proofs": []}, {"verdict": "obvious"}]
+)
+def test_a_verdict_without_proof_is_refused(small, change):
+    root, claim = small
+    (problem,) = ledger.dead_proofs([{**claim, **change}], root)
+    assert problem.startswith("A1: ")
