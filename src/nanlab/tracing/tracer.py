@@ -360,7 +360,7 @@ class Tracer(TorchDispatchMode):
                 event = self.event(name, kind=found[0][2].strip("-"), cause="unknown", explanation=f"({error!r})")
                 for _, t, _ in found:
                     self.record(t, (event,))
-        if name == "sum" or (name == "_to_copy" and key_of(args[0]) in self.counts):
+        if name == "sum" or (name in ("_to_copy", "div") and (not is_float(args[0]) or key_of(args[0]) in self.counts)):
             self.counts |= {key_of(out)} if out.numel() <= 4096 else set()
         elif name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
             self.reads = self.blame(args[0], kind)
