@@ -12,6 +12,11 @@ def _verdict(problem: str, praise: str) -> bool:
     return not problem
 
 
+def _short(number) -> float:
+    """Four significant digits: enough for a message, and no 0.8500000000000001."""
+    return float(f"{float(number):.4g}")
+
+
 # --- 01 inf and NaN -------------------------------------------------------------------------------------------------
 
 
@@ -47,7 +52,7 @@ def _problem_01_greedy(greedy) -> str:
 
 def check_01_bad_gradients(bad_gradients) -> bool:
     """`bad_gradients(model)`: names of the parameters with a non-finite gradient."""
-    praise = "inf and NaN are both found, and large but finite gradients are left alone."
+    praise = "Both inf and NaN are found, and large but finite gradients are left alone."
     return _verdict(_problem_01_bad_gradients(bad_gradients), praise)
 
 
@@ -84,7 +89,7 @@ def _problem_01_bad_gradients(bad_gradients) -> str:
 
 def check_02_standardise(standardise) -> bool:
     """`standardise(rewards [groups, answers])`: (reward − mean) / std in each row, exactly 0 without spread."""
-    praise = "flat groups are exactly 0 and honest ones keep full size, at every scale."
+    praise = "Flat groups are exactly 0 and honest ones keep full size, at every scale."
     return _verdict(_problem_02_standardise(standardise), praise)
 
 
@@ -108,7 +113,7 @@ def _problem_02_standardise(standardise) -> str:
             if trouble:
                 return f"{name}{what}: {trouble}"
             if values.numel() != len(row) or (values != 0).any():
-                return f"{name}{what}: expected exactly 0 for each, got {values.flatten().tolist()[:3]}."
+                return f"{name}{what}: expected exactly 0 for each, got {[_short(v) for v in values.flatten()[:3]]}."
         values, trouble = _tensor_of(lambda scale=scale: standardise(honest * scale))
         if trouble:
             return trouble
@@ -125,7 +130,7 @@ def _problem_02_standardise(standardise) -> str:
 
 def check_02_total_reward(total_reward) -> bool:
     """`total_reward(per_function [answers, functions], weights [functions])`: weighted sum of what is not NaN."""
-    praise = "opinions add up, silence costs nothing, and an answer nobody scored has no reward."
+    praise = "Opinions add up, silence costs nothing, and an answer nobody scored has no reward."
     return _verdict(_problem_02_total_reward(total_reward), praise)
 
 
@@ -151,7 +156,7 @@ def _problem_02_total_reward(total_reward) -> str:
     for (what, (row, expected)), total in zip(cases.items(), totals.tolist(), strict=True):
         if not (total == expected or (total != total and expected != expected)):
             hint = " A 0 would be a real, bad score." if expected != expected and total == 0 else ""
-            return f"{what}: {row} with weights {weights.tolist()} is {expected}, got {total}.{hint}"
+            return f"{what}: {row} with weights {weights.tolist()} is {expected}, got {_short(total)}.{hint}"
     return ""
 
 
@@ -171,7 +176,7 @@ def _tensor_of(call) -> tuple:
 
 def check_03_token_loss(token_loss) -> bool:
     """`token_loss(per_token [B, T], mask [B, T])`: mean where the mask is 1; over nothing NaN, with a gradient of 0."""
-    praise = "the value is honest and the weights are safe."
+    praise = "The value is honest and the weights are safe."
     return _verdict(_problem_03_token_loss(token_loss), praise)
 
 
@@ -198,17 +203,18 @@ def _problem_03_token_loss(token_loss) -> str:
             return f"{what}: the loss is cut off from the model, no gradient arrives (under DDP that stops the run)."
         correct = mask / mask.sum().clamp(min=1)
         if not torch.allclose(gradient, correct):
-            return f"{what}: the gradient should be {correct.tolist()}, got {gradient.tolist()}."
+            shown = [[[_short(x) for x in row] for row in tensor] for tensor in (correct, gradient)]
+            return f"{what}: the gradient should be {shown[0]}, got {shown[1]}."
         if expected != expected and value == 0:
             return f"{what}: it reports 0.0, the best loss there is. Nothing was seen, so the value is NaN."
         if not (abs(value - expected) < 1e-6 or (value != value and expected != expected)):
-            return f"{what}: the value should be {expected}, got {value}."
+            return f"{what}: the value should be {expected}, got {_short(value)}."
     return ""
 
 
 def check_03_merge(merge) -> bool:
     """`merge([(mean_loss, tokens), …])` → (mean over all tokens, tokens left out because their loss is not finite)."""
-    return _verdict(_problem_03_merge(merge), "each token weighs the same, and what was left out is counted.")
+    return _verdict(_problem_03_merge(merge), "Each token weighs the same, and what was left out is counted.")
 
 
 def _problem_03_merge(merge) -> str:
@@ -226,14 +232,18 @@ def _problem_03_merge(merge) -> str:
     ]
     for what, batches, (mean, left_out) in cases:
         try:
-            got_mean, got_left_out = merge(list(batches))
+            result = merge(list(batches))
         except Exception as error:
             return f"{what}, {batches}: {type(error).__name__}: {error}"
-        if not (abs(got_mean - mean) < 1e-9 or (got_mean != got_mean and mean != mean)):
+        try:
+            got_mean, got_left_out = map(float, result)
+        except (TypeError, ValueError):
+            return f"{what}, {batches}: return a pair (loss, left_out), two numbers; got {result!r}."
+        if not (abs(got_mean - mean) < 1e-6 or (got_mean != got_mean and mean != mean)):
             hint = " Nothing was seen; 0.0 would crown a dead model." if mean != mean and got_mean == 0 else ""
-            return f"{what}, {batches}: the mean is {mean}, got {got_mean}.{hint}"
+            return f"{what}, {batches}: the mean is {mean}, got {_short(got_mean)}.{hint}"
         if got_left_out != left_out:
-            return f"{what}, {batches}: {left_out} tokens were left out, got {got_left_out}."
+            return f"{what}, {batches}: {left_out} tokens were left out, got {got_left_out:g}."
     return ""
 
 
@@ -304,7 +314,7 @@ def _problem_04_entropy(entropy) -> str:
 
 def check_06_tune(tune) -> bool:
     """`tune(prompt fp16 [D], gradients: list of fp16 [D], lr)`: the fp16 prompt after AdamW steps without decay."""
-    return _verdict(_problem_06_tune(tune), "the copy in fp32 keeps the small steps and the small squares.")
+    return _verdict(_problem_06_tune(tune), "The copy in fp32 keeps the small steps and the small squares.")
 
 
 def _problem_06_tune(tune) -> str:
@@ -343,7 +353,7 @@ def _problem_06_tune(tune) -> str:
 
 def check_06_step(step) -> bool:
     """`step(scaler, optimizer, loss)`: True if stepped, False if skipped; FloatingPointError if no scale can help."""
-    return _verdict(_problem_06_step(step), "a skip is told from a step, and a hopeless run stops.")
+    return _verdict(_problem_06_step(step), "A skip is told from a step, and a hopeless run stops.")
 
 
 def _problem_06_step(step) -> str:
@@ -445,7 +455,7 @@ def check_08_phases(answer: dict[str, str]) -> bool:
 
 def check_07_bad_tensors(bad_tensors) -> bool:
     """`bad_tensors(model)`: names of the parameters and buffers with a NaN or +inf; −inf alone is a mask."""
-    return _verdict(_problem_07_bad_tensors(bad_tensors), "parameters, buffers and those that no checkpoint holds.")
+    return _verdict(_problem_07_bad_tensors(bad_tensors), "Parameters, buffers and those that no checkpoint holds.")
 
 
 def _problem_07_bad_tensors(bad_tensors) -> str:
@@ -483,7 +493,7 @@ def _problem_07_bad_tensors(bad_tensors) -> str:
 def check_07_clean_batch(clean_batch) -> bool:
     """`clean_batch(features [R, C], targets [R])`: (finite rows, their targets, number dropped); ValueError if none."""
     return _verdict(
-        _problem_07_clean_batch(clean_batch), "bad rows are out, good ones untouched, and you know how many."
+        _problem_07_clean_batch(clean_batch), "Bad rows are out, good ones untouched, and you know how many."
     )
 
 
@@ -531,7 +541,7 @@ def _problem_07_clean_batch(clean_batch) -> str:
 
 def check_05_collate(collate) -> bool:
     """`collate(rows, pad_id)`: right-padded `input_ids`, `attention_mask`, `labels` [B, T]; −100 on padding only."""
-    return _verdict(_problem_05_collate(collate), "padding is known by its place, so every eos is learned.")
+    return _verdict(_problem_05_collate(collate), "Padding is known by its place, so every eos is learned.")
 
 
 def _problem_05_collate(collate) -> str:
@@ -558,7 +568,7 @@ def _problem_05_collate(collate) -> str:
 
 def check_05_causal_mask(causal_mask) -> bool:
     """`causal_mask(keep [B, T], dtype)`: additive mask [B, T, T] under which every row of a softmax is finite."""
-    praise = "real tokens see what they should, and padding does no harm."
+    praise = "Real tokens see what they should, and padding does no harm."
     return _verdict(_problem_05_causal_mask(causal_mask), praise)
 
 
@@ -597,7 +607,7 @@ def _problem_05_causal_mask(causal_mask) -> str:
 
 def check_10_nan_batches(nan_batches) -> bool:
     """`nan_batches(prompt_lengths, max_length, batch_size)`: numbers of the batches without one completion token."""
-    praise = "a batch is NaN when all of its prompts fill max_length, and only then."
+    praise = "A batch is NaN when all of its prompts fill max_length, and only then."
     return _verdict(_problem_10_nan_batches(nan_batches), praise)
 
 
@@ -626,7 +636,7 @@ def _problem_10_nan_batches(nan_batches) -> str:
 def check_10_is_right(is_right) -> bool:
     """`is_right(average)`: a test of `average([(mean_loss, tokens), …])` that fails wrong ones, and only those."""
     return _verdict(
-        _problem_10_is_right(is_right), "your test lets every right function pass and catches every wrong one."
+        _problem_10_is_right(is_right), "Your test lets every right function pass and catches every wrong one."
     )
 
 
@@ -688,7 +698,7 @@ def _problem_10_is_right(is_right) -> str:
 
 def check_11_decides(decides) -> bool:
     """`decides(runs, factors)`: whether no two runs agree on all `factors` and differ in `run["nan"]`."""
-    praise = "it finds a pair that only decides together, also where not every combination was run."
+    praise = "It finds a pair that only decides together, also where not every combination was run."
     return _verdict(_problem_11_decides(decides), praise)
 
 
@@ -735,7 +745,7 @@ def _problem_11_decides(decides) -> str:
 
 def check_11_vanishing_eps(vanishing_eps) -> bool:
     """`vanishing_eps(optimizer)`: dtypes of weights in which the eps of their group is written as 0."""
-    praise = "the eps is judged in the dtype it is added in, group by group."
+    praise = "The eps is judged in the dtype it is added in, group by group."
     return _verdict(_problem_11_vanishing_eps(vanishing_eps), praise)
 
 
@@ -776,7 +786,7 @@ def _problem_11_vanishing_eps(vanishing_eps) -> str:
 
 def check_09_step(step) -> bool:
     """`step(model, optimizer, micro_batches)`: one accumulated step, taken whole or not at all; returns which."""
-    return _verdict(_problem_09_step(step), "bit for bit as if the bad steps had never been.")
+    return _verdict(_problem_09_step(step), "Bit for bit as if the bad steps had never been.")
 
 
 def _problem_09_step(step) -> str:
@@ -811,7 +821,10 @@ def _problem_09_step(step) -> str:
         found = _state_09(model, optimizer)
         if off := [n for n in reference if n not in found or not torch.equal(found[n], reference[n])]:
             should = "should be taken, as one plain step" if taken else "should leave no trace"
-            got, wanted = found.get(off[0], torch.tensor(torch.nan)).tolist(), reference[off[0]].tolist()
+            got, wanted = (
+                [float(f"{x:.4g}") for x in tensor.flatten().tolist()]
+                for tensor in (found.get(off[0], torch.tensor(torch.nan)), reference[off[0]])
+            )
             return f"{what}: the step {should}; {off[0]} is {got}, expected {wanted}."
         if any(p.grad is not None and bool((p.grad != 0).any()) for p in model.parameters()):
             return f"{what}: gradients are left over, and would be added to those of the next step."
@@ -854,7 +867,7 @@ def _state_09(model, optimizer) -> dict:
 
 def check_09_log_entry(log_entry) -> bool:
     """`log_entry(losses)`: {"loss": mean of the finite ones (NaN without any), "not_finite": how many are not}."""
-    return _verdict(_problem_09_log_entry(log_entry), "what is left out is counted, and nothing is invented.")
+    return _verdict(_problem_09_log_entry(log_entry), "What is left out is counted, and nothing is invented.")
 
 
 def _problem_09_log_entry(log_entry) -> str:
