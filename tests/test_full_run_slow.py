@@ -109,7 +109,7 @@ def test_a_real_model_on_real_rows(method, roomy, monkeypatch):
 def test_a_killed_run_ends_with_the_same_metrics(method, tmp_path):
     command = [sys.executable, "-m", "nanlab", "run", "--method", method, "--steps", "12", "--output"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert finish([*command, whole])[0] in (0, 1)
+    assert finish([*command, whole])[0] == 0
     process = subprocess.Popen([*command, killed], env=environment(), start_new_session=True,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     deadline = time.monotonic() + 300
@@ -118,7 +118,7 @@ def test_a_killed_run_ends_with_the_same_metrics(method, tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL  # it was still at work
     assert not (killed / "result.json").exists()
-    assert finish([*command, killed])[0] in (0, 1)
+    assert finish([*command, killed])[0] == 0
     first, second = result(whole), result(killed)
     for part in ("before", "after", "traps", "samples", "settings"):
         assert second[part] == first[part], part
@@ -131,15 +131,16 @@ def test_a_killed_run_ends_with_the_same_metrics(method, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_measure_what_one_process_measures(method, tmp_path):
-    """Under torchrun, which `accelerate launch` starts for several GPUs. (For CPUs it wants MPI.)"""
+    """Under `accelerate launch`, with the configuration file of the documentation."""
     run = ["-m", "nanlab", "run", "--method", method, "--steps", "2", "--output"]
     one, two = tmp_path / "one", tmp_path / "two"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert finish([sys.executable, *run, one])[0] in (0, 1)
+    config = Path(__file__).resolve().parents[1] / "docs" / "accelerate" / "two_cpu_processes.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    assert finish([sys.executable, *run, one])[0] == 0
     _, output = finish([*launch, *run, two], OMP_NUM_THREADS="1")
     assert (two / "result.json").is_file(), output[-3000:]
     alone, together = result(one), result(two)
     assert together["settings"]["processes"] == 2
     assert together["before"] == pytest.approx(alone["before"], abs=1e-5, rel=1e-6)
-    assert together["after"] == pytest.approx(alone["after"], abs=2e-2)  # after two steps on the same rows
+    assert together["after"] == pytest.approx(alone["after"], abs=1e-5, rel=1e-6)  # the same rows in each step
     assert output.count("evaluate after") == 1  # one rank speaks

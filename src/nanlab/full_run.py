@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -88,13 +89,21 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
 
+    def numbers(self) -> list[float]:
+        """Every number that was measured, before and after."""
+        return [
+            v for part in (self.before, self.after, self.traps) for v in part.values() if isinstance(v, int | float)
+        ]
+
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self.numbers()))
+
     def checks(self) -> list[tuple[str, str, bool]]:
         """The acceptance table: what was asked, what came out, and whether that is enough."""
         before, after = self.before, self.after
-        numbers = [v for m in (before, after, self.traps) for v in m.values() if isinstance(v, int | float)]
         fell, moved = before["eval_loss"] - after["eval_loss"], after["gold"] - before["gold"]
         table = [
-            ("every metric is finite", f"{len(numbers)} numbers", all(torch.tensor(numbers).isfinite())),
+            ("every metric is finite", f"{len(self.numbers())} numbers", self.finite()),
             ("no row left out", f"{after['eval_excluded_rows']} rows", after["eval_excluded_rows"] == 0),
             ("the loss fell", f"by {fell:.2f}", fell > 0),
             ("the gold answer is kept", f"{moved:+.2f} nat a token", moved > -0.1),

@@ -7,10 +7,9 @@ _HOME = {
     "load_preferences": "materials",
     "quiet": "notebook",
     "exercises": None,
-    "cases": None,
     "plots": None,
 }
-__all__ = ["cases", "exercises", "load_model", "load_preferences", "plots", "quiet"]
+__all__ = ["exercises", "load_model", "load_preferences", "plots", "quiet"]
 
 
 def __getattr__(name: str):
