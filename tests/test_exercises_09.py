@@ -1,0 +1,118 @@
+"""The checks of lesson 09: the right answer passes, answers that people write do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from nanlab.course import exercises
+
+
+def losses(model, micro_batches):
+    return [(model(x) - y).square().mean() / len(micro_batches) for x, y in micro_batches]
+
+
+def step_if(fine: Callable, always_clear: bool = True, change: Callable = lambda model: None):
+    """A step of the right form, that asks `fine(gradients, losses)`."""
+
+    def step(model, optimizer, micro_batches):
+        parts = losses(model, micro_batches)
+        for loss in parts:
+            loss.backward()
+        change(model)
+        taken = bool(fine([p.grad for p in model.parameters()], parts))
+        if taken:
+            optimizer.step()
+        if taken or always_clear:
+            optimizer.zero_grad()
+        return taken
+
+    return step
+
+
+def all_finite(gradients, parts):
+    return all(bool(g.isfinite().all()) for g in gradients)
+
+
+def skip_the_micro_batch(model, optimizer, micro_batches):
+    for loss in losses(model, micro_batches):
+        if not torch.isfinite(loss):
+            optimizer.zero_grad()
+            continue
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return True
+
+
+def clean(model):
+    for p in model.parameters():
+        torch.nan_to_num_(p.grad, 0.0, 0.0, 0.0)
+
+
+def says_nothing(model, optimizer, micro_batches):
+    step_if(all_finite)(model, optimizer, micro_batches)
+
+
+WRONG_STEPS = {
+    "a NaN in the first of two": skip_the_micro_batch,
+    "a NaN in the first": step_if(lambda g, parts: parts[-1].isfinite()),  # looks at the last loss only
+    "whose gradient overflows": step_if(lambda g, parts: sum(parts).isfinite()),
+    "its L2 norm overflows": step_if(lambda g, parts: get_total_norm(g).isfinite()),
+    "left over": step_if(all_finite, always_clear=False),
+    "should leave no trace": step_if(all_finite, change=clean),  # nan_to_num on the gradients
+    "as one plain step": step_if(all_finite, change=lambda model: clip_grad_norm_(model.parameters(), 1e-3)),
+    "return True": says_nothing,
+}
+
+
+def test_the_right_step_passes(capsys):
+    assert exercises.check_09_step(step_if(all_finite))
+    assert capsys.readouterr().out.startswith("Right.")
+
+
+@pytest.mark.parametrize("hint", WRONG_STEPS)
+def test_wrong_steps_fail_with_a_sentence(hint, capsys):
+    assert not exercises.check_09_step(WRONG_STEPS[hint])
+    out = capsys.readouterr().out
+    assert out.startswith("Not yet: ")
+    assert hint in out
+
+
+def log_entry(values, empty=math.nan):
+    finite = [v for v in values if math.isfinite(v)]
+    return {"loss": sum(finite) / len(finite) if finite else empty, "not_finite": len(values) - len(finite)}
+
+
+def without_nan(values):
+    rest = [v for v in values if v == v]
+    return {"loss": sum(rest) / len(rest) if rest else math.nan, "not_finite": len(values) - len(rest)}
+
+
+WRONG_ENTRIES = {
+    "leave out": lambda values: {
+        "loss": sum(v if math.isfinite(v) else 0.0 for v in values) / len(values),
+        "not_finite": 0,
+    },
+    "not inf": without_nan,  # NaN only
+    "best loss ever": lambda values: log_entry(values, empty=0.0),
+    "'not_finite'": lambda values: {"loss": log_entry(values)["loss"]},
+    "you count 0": lambda values: log_entry(values) | {"not_finite": 0},
+}
+
+
+def test_the_right_entry_passes(capsys):
+    assert exercises.check_09_log_entry(log_entry)
+    assert capsys.readouterr().out.startswith("Right.")
+
+
+@pytest.mark.parametrize("hint", WRONG_ENTRIES)
+def test_wrong_entries_fail_with_a_sentence(hint, capsys):
+    assert not exercises.check_09_log_entry(WRONG_ENTRIES[hint])
+    out = capsys.readouterr().out
+    assert out.startswith("Not yet: ")
+    assert hint in out
