@@ -98,6 +98,11 @@ def needs_an_eps(optimizer):
     return [p.dtype for g in optimizer.param_groups for p in g["params"] if torch.tensor(g["eps"]).to(p.dtype) == 0]
 
 
+def needs_a_key_of_its_own(optimizer):  # SGD has no eps
+    pairs = {(p.dtype, g["eps"]) for g in optimizer.param_groups for p in g["params"] if not g.get("fused")}
+    return [dtype for dtype, eps in pairs if eps and torch.tensor(eps, dtype=dtype) == 0]
+
+
 def one_weight_a_group(optimizer):
     pairs = {(g["params"][0].dtype, g.get("eps", 0.0)) for g in optimizer.param_groups if not g.get("fused")}
     return [dtype for dtype, eps in pairs if eps and torch.tensor(eps, dtype=dtype) == 0]
@@ -111,7 +116,7 @@ def test_vanishing_eps_right(capsys):
 @pytest.mark.parametrize(
     "wrong",
     [
-        every_fp16, below_the_smallest_normal, forgets_fused, needs_an_eps, one_weight_a_group,
+        every_fp16, below_the_smallest_normal, forgets_fused, needs_an_eps, needs_a_key_of_its_own, one_weight_a_group,
         lambda optimizer: vanishing_eps(optimizer, slice(1)), lambda optimizer: [],
     ],
 )  # fmt: skip
