@@ -197,8 +197,8 @@ def diagnose(birth: Birth) -> tuple[str, str]:
 def _(b: Birth) -> bool:
     """The optimizer divides by √v + eps, and both came out as exactly 0 in the dtype of its state.
 
-    Keep the weights that the optimizer sees in float32 (mixed precision), or use bfloat16, or the fused optimizer, or
-    an eps that the dtype can hold (1e-4 in float16).
+    Keep the weights that the optimizer sees in float32 (mixed precision), or load them in bfloat16. The fused optimizer
+    and an eps of 1e-4 are finite and still wrong: √v stays 0.
     """
     return b.phase == "optimizer" and b.divides_by_zero()
 
@@ -229,10 +229,10 @@ def _(b: Birth) -> bool:
         return b.from_finite() and (seen.numel() == 0 or (weight is not None and not weight[seen].any()))
     if b.op != "div":
         return isinstance(x, Tensor) and x.numel() == 0
-    if isinstance(other, Tensor):  # a whole number, or a sum: other zeros are 0/0 of measured things
-        counted = x.numel() == other.numel() and (b.counted(other) or not other.is_floating_point())
-    else:
-        counted = x.numel() == 1
+    counted = x.numel() == 1
+    if isinstance(other, Tensor):  # a whole number, a sum, or what a sum is divided by: else 0/0 of measured things
+        given = b.counted(x) and not other.requires_grad
+        counted = x.numel() == other.numel() and (given or b.counted(other) or not other.is_floating_point())
     return b.kind == "nan" and counted and b.zero(other) and not b.native
 
 

@@ -115,7 +115,7 @@ class Hunt:
         decode = getattr(getattr(self.trainer, "processing_class", None), "decode", None)
         for ids in [t for k, t in tokens.items() if k.endswith("input_ids")] if decode else ():
             for row in [r for r in report.rows[:4] if r < len(ids)]:
-                report.texts[row] = " | ".join([*filter(None, [report.texts.get(row)]), decode(ids[row])[:200]])
+                report.texts[row] = " | ".join([*filter(None, [report.texts.get(row)]), decode(ids[row])[:80]])
         raise Found
 
 

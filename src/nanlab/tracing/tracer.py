@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nanlab.tracing.causes import Birth, bad, bad_mask, diagnose, is_float, plain, span
+from nanlab.tracing.causes import Birth, as_list, bad, bad_mask, diagnose, is_float, plain, span
 from nanlab.tracing.report import Report
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
@@ -37,6 +37,7 @@ OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|r
 HARMLESS = re.compile(r"(_foreach_)?(lerp|sqrt|mul|add|div)_?")
 COPIES = ("slice_backward", "cat", "clone")  # of gradients that have been looked at
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
+SUMS = ("sum", "nll_loss_forward")  # a zero among them is an empty count, or the sum of nothing
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT = range(5)
 
 
@@ -113,7 +114,8 @@ class Event(Report):
     def about(self, t: Tensor, mask: Tensor, **more: object) -> Event:
         """The same event, with how much of ``t`` is bad, and in which rows."""
         amount = f"{int(mask.sum())} of {mask.numel()} in {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-        rows = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist() if mask.dim() else []
+        batched = mask.dim() and self.phase != "optimizer"  # a weight's rows are not the batch's
+        rows = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist() if batched else []
         return replace(self, amount=amount, rows=rows, **more)
 
     def root(self) -> Event:
@@ -360,8 +362,8 @@ class Tracer(TorchDispatchMode):
                 event = self.event(name, kind=found[0][2].strip("-"), cause="unknown", explanation=f"({error!r})")
                 for _, t, _ in found:
                     self.record(t, (event,))
-        if name == "sum" or (name in ("_to_copy", "div") and (not is_float(args[0]) or key_of(args[0]) in self.counts)):
-            self.counts |= {key_of(out)} if out.numel() <= 4096 else set()
+        if name in SUMS or (name in ("_to_copy", "div") and (not is_float(args[0]) or key_of(args[0]) in self.counts)):
+            self.counts |= {key_of(t) for t in as_list(out) if t.numel() <= 4096}
         elif name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
             self.reads = self.blame(args[0], kind)
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
