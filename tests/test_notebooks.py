@@ -18,7 +18,7 @@ MAX_BYTES, MAX_LINES, MAX_CELLS = 1_000_000, 25, 75
 # Folders of the machine a notebook was executed on: home, the checkout, temporary files.
 FOREIGN = re.compile(
     "|".join(re.escape(str(path)) for path in {Path.home(), ROOT, Path(tempfile.gettempdir())})
-    + r"|/home/\w|/Users/\w|/tmp/|[A-Z]:\\\\Users"
+    + r"|/(home|Users|tmp)/\w|[A-Z]:\\\\Users"
 )
 BEATS = ["Symptom", "Predict", "Reproduce", "Locate", "Explain", "Fix", "Exercise", "Take home"]
 LESSONS = [path for path in NOTEBOOKS if path.stem[:2] in {"01", "02", "03", "04", "05", "06", "07"}]

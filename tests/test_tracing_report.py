@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,7 @@ def test_a_failure_of_the_tracer_itself_does_not_break_the_step(monkeypatch):
 
 
 def test_a_notebook_cell_has_a_readable_line():
-    for file in ("<cell>", "/tmp/ipykernel_12/345.py", "<ipython-input-3-abc>"):
+    for file in ("<cell>", f"{tempfile.gettempdir()}/ipykernel_12/345.py", "<ipython-input-3-abc>"):
         scope = {"torch": torch}
         exec(compile("def step():\n    x = torch.zeros(2)\n    return (x / x).sum()", file, "exec"), scope)
         assert locate(scope["step"]).source == "cell:3"
@@ -231,7 +232,7 @@ def code_lines(path: Path) -> int:
 
 def test_the_code_stays_small():
     sizes = {path.name: code_lines(path) for path in FOLDER.glob("*.py")}
-    assert sum(sizes.values()) <= 845, sizes
+    assert sum(sizes.values()) <= 840, sizes
 
 
 def test_tracing_imports_nothing_of_ours_but_the_error():

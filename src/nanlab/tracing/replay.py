@@ -30,6 +30,8 @@ from nanlab.tracing.tracer import Tracer
 METHODS = {"train": "training_step", "eval": "prediction_step"}
 OWNERS = ("state", "control", "callback_handler", "lr_scheduler", "accelerator")
 
+UNSELECTED = (("labels", -100), ("completion_mask", 0))  # what stands where a token does not count
+
 
 def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
     """Run ``step`` once; report on everything that should be finite afterwards. Compiled regions run eagerly."""
@@ -106,11 +108,7 @@ class Hunt:
         entries = inputs.items() if isinstance(inputs, Mapping) else ()
         tokens = {k: v for k, v in entries if isinstance(v, Tensor) and v.dim() == 2}
         if report.cause == "empty_mean" and not report.rows:
-            off = [
-                t == (-100 if k.endswith("labels") else 0)
-                for k, t in tokens.items()
-                if k.endswith(("labels", "completion_mask"))
-            ]
+            off = [t == unselected for k, t in tokens.items() for end, unselected in UNSELECTED if k.endswith(end)]
             report.rows = sorted({row for mask in off for row in mask.all(1).nonzero().flatten().tolist()})
         decode = getattr(getattr(self.trainer, "processing_class", None), "decode", None)
         for ids in [t for k, t in tokens.items() if k.endswith("input_ids")] if decode else ():
