@@ -30,7 +30,8 @@ TOP = FLOORS[-1]
 SURFACE = {
     "nanlab": ["locate", "watch", "preflight", "autopsy", "WeightedMean"],
     "nanlab.trainers": ["DPOTrainer", "TPOTrainer", "TokenTPOTrainer"],
-    "nanlab.course": ["load_model", "load_preferences", "exercises", "plots"],
+    "nanlab.course": ["load_model", "load_preferences", "exercises", "cases", "plots"],
+    "nanlab.course.cases": ["CASES", "Case", "exam"],
     "nanlab.numerics": ["masked_mean", "group_advantages", "token_logps"],
     "nanlab.full_run": ["train_and_evaluate"],
 }

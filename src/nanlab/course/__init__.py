@@ -6,10 +6,11 @@ _HOME = {
     "load_model": "materials",
     "load_preferences": "materials",
     "quiet": "notebook",
+    "cases": None,
     "exercises": None,
     "plots": None,
 }
-__all__ = ["exercises", "load_model", "load_preferences", "plots", "quiet"]
+__all__ = ["cases", "exercises", "load_model", "load_preferences", "plots", "quiet"]
 
 
 def __getattr__(name: str):
