@@ -34,3 +34,9 @@ lab: setup
 
 bench: setup
 	$(BIN)/python -m bench
+
+colab: setup
+	$(BIN)/python -m tools.colab --repo "$(REPO)" --ref "$(REF)"
+
+doors: setup
+	$(BIN)/python -m pytest -n0 -m doors tests

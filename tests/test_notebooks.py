@@ -12,6 +12,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tools import colab
+
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES, MAX_LINES, MAX_CELLS = 1_000_000, 25, 75
@@ -103,8 +105,17 @@ def test_opens_with_what_it_is_for(path):
 
 @each
 def test_starts_with_the_same_set_up(path):
-    assert code_cells(path)[0].source == code_cells(NOTEBOOKS[0])[0].source
-    assert "setup" in tags(code_cells(path)[0])
+    assert [tags(cell) for cell in code_cells(path)[:2]] == [["colab"], ["setup"]], "`make colab` puts its cell there"
+    assert [c.source for c in code_cells(path)[:2]] == [c.source for c in code_cells(NOTEBOOKS[0])[:2]]
+
+
+@each
+def test_carries_the_cell_and_the_badge_that_the_settings_ask_for(path):
+    """What `make colab` would write is what is there, so no notebook installs another commit or has a broken badge."""
+    stamped = load(path)
+    colab.stamp(stamped, **json.loads((ROOT / "tools" / "colab.json").read_text()), path=f"notebooks/{path.name}")
+    assert stamped == load(path), "run `make colab`"
+    assert not code_cells(path)[0].outputs
 
 
 @each
