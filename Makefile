@@ -40,3 +40,6 @@ colab: setup
 
 doors: setup
 	$(BIN)/python -m pytest -n0 -m doors tests
+
+student: setup
+	$(BIN)/python -m tools.student
