@@ -325,6 +325,7 @@ def _problem_06_tune(tune) -> str:
         "one step with gradients 0, 0.0001 and 0.1": (0.0, [some], 1e-2),
         "a gradient, then three of 0": (0.0, [some, some * 0, some * 0, some * 0], 1e-3),
         "200 small steps": (1.0, [some + 1e-3] * 200, 1e-4),
+        "a large value, which a weight decay would shrink": (100.0, [some + 1e-3] * 100, 1e-2),
     }
     for what, (start, gradients, lr) in cases.items():
         exact = torch.full((3,), start, dtype=torch.float64, requires_grad=True)
@@ -365,6 +366,7 @@ def _problem_06_step(step) -> str:
         ("a loss of inf", 1024.0, [(lambda w: w.sum() * inf, FloatingPointError, 1.0)]),
         ("a loss of NaN", 1024.0, [(lambda w: w.sum() * inf * 0, FloatingPointError, 1.0)]),
         ("a healthy loss at scale 0.5", 0.5, [(lambda w: w.sum(), True, 0.75)]),
+        ("an overflow that takes the scale to 1", 2.0, [(lambda w: through_half(w) * 1e5, False, 1.0)]),
         ("an overflow that takes the scale to 0.5", 1.0, [(lambda w: through_half(w) * 1e5, FloatingPointError, 1.0)]),
     ]
     for what, scale, calls in sequences:
@@ -468,6 +470,7 @@ def _problem_07_bad_tensors(bad_tensors) -> str:
         "infinite": ([inf, 1.0], "parameter", "a parameter with an inf; an inf is no NaN, but as bad."),
         "large": ([3e38, 3e38], "parameter", "its numbers are large and finite; only a sum over them overflows."),
         "running_mean": ([nan, 1.0], "buffer", "a buffer, as BatchNorm's; parameters() does not name it."),
+        "running_var": ([inf, 1.0], "buffer", "a buffer with an inf; an inf is as bad there."),
         "inv_freq": ([1.0, nan], "hidden", "a buffer that is not persistent; state_dict() does not hold it."),
         "count": ([3, 4], "buffer", "it is a count of integers."),
         "mask": ([0.0, -inf], "buffer", "its −inf is deliberate."),
@@ -483,7 +486,7 @@ def _problem_07_bad_tensors(bad_tensors) -> str:
         found = set(bad_tensors(model))
     except Exception as error:
         return f"it raised {type(error).__name__}: {error}"
-    expected = {f"inner.{name}" for name in ("weight", "infinite", "running_mean", "inv_freq")}
+    expected = {f"inner.{name}" for name in ("weight", "infinite", "running_mean", "running_var", "inv_freq")}
     for name, (_, _, reason) in why.items():
         if (full := f"inner.{name}") in found ^ expected:
             return f"{full} {'was reported' if full in found else 'was missed'}: {reason}"
@@ -505,7 +508,7 @@ def _problem_07_clean_batch(clean_batch) -> str:
         ([1.0, 2.0], 0.5, True),
         ([nan, 2.0], 0.5, False),
         ([3.0, -4.0], 1.0, True),
-        ([1.0, inf], 0.0, False),
+        ([inf, nan], 0.0, False),  # two bad numbers, one bad row
         ([5.0, 6.0], nan, False),
         ([3e38, 3e38], 0.0, True),  # finite, though a sum over the row is not
         ([-inf, inf], 1.0, False),
