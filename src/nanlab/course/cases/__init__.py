@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from nanlab.course.cases import adapters, divisions, logs, metrics
+from nanlab.course.cases import adapters, data, divisions, logs, metrics, training
 from nanlab.course.cases.frame import PHASES, TOOLS, TRAPS, Case
 
 __all__ = ["CASES", "PHASES", "TOOLS", "TRAPS", "Case", "exam"]
 
-MODULES = (divisions, logs, adapters, metrics)
+MODULES = (divisions, data, logs, training, adapters, metrics)
 CASES: list[Case] = [case for module in MODULES for case in module.CASES]
 
 

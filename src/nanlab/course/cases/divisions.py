@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from nanlab.course.cases.frame import Case
+from nanlab.course.materials import load_model
 
 CASES: list[Case] = []
 
@@ -13,7 +16,7 @@ CASES: list[Case] = []
 def sft_step():
     hidden, targets = torch.randn(2, 6, 8), torch.randint(0, 10, (2, 6))
     prompt_lengths, max_length = torch.tensor([6, 9]), 6
-    head = torch.nn.Linear(8, 10)
+    head = nn.Linear(8, 10)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
 
     def step():
@@ -30,7 +33,7 @@ def sft_step():
 def sft_step_fixed():
     hidden, targets = torch.randn(2, 6, 8), torch.randint(0, 10, (2, 6))
     prompt_lengths, max_length = torch.tensor([6, 9]), 6
-    head = torch.nn.Linear(8, 10)
+    head = nn.Linear(8, 10)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
 
     def step():
@@ -50,7 +53,7 @@ def sft_reference():
     """The weights as they were: there is nothing to learn from this batch."""
     torch.manual_seed(0)
     torch.randn(2, 6, 8), torch.randint(0, 10, (2, 6))
-    return {"weight norm": torch.nn.Linear(8, 10).weight.double().square().sum().sqrt()}
+    return {"weight norm": nn.Linear(8, 10).weight.double().square().sum().sqrt()}
 
 
 CASES.append(
@@ -67,8 +70,393 @@ CASES.append(
         line="loss = -(log_probs * mask).sum() / mask.sum()",
         link="https://github.com/verl-project/verl/issues/785",
         family="empty_selection",
-        story="Truncation left a batch in which no token counts: 0/0 in the loss and, unlike the built-in cross-entropy, "
-        "in every gradient too. One batch destroyed all weights. Skip what has nothing to teach, before the division.",
+        story="Truncation left a batch in which no token counts: 0/0 in the loss and, unlike the built-in "
+        "cross-entropy, in every gradient too. One batch destroyed all weights. Skip what has nothing to teach, "
+        "before the division.",
         difficulty=1,
+    )
+)
+
+
+# -- pt-70348 --------------------------------------------------------------------------------------------------------
+def two_micro_batches():
+    head, x = nn.Linear(4, 3), torch.randn(2, 5, 4)
+    targets = torch.tensor([[0, 2, 1, 1, 2], [-100, -100, -100, -100, -100]])
+
+    def step():
+        for features, labels in zip(x, targets, strict=True):
+            loss = F.cross_entropy(head(features), labels)
+            (loss / 2).backward()
+            print(f"loss {loss:.4f}")
+        return {"loss": loss, "grad_norm": head.weight.grad.norm()}
+
+    return step
+
+
+def two_micro_batches_fixed():
+    head, x = nn.Linear(4, 3), torch.randn(2, 5, 4)
+    targets = torch.tensor([[0, 2, 1, 1, 2], [-100, -100, -100, -100, -100]])
+
+    def step():
+        count = (targets != -100).sum().clamp(min=1)
+        total = torch.zeros(())
+        for features, labels in zip(x, targets, strict=True):
+            loss = F.cross_entropy(head(features), labels, reduction="sum") / count
+            loss.backward()
+            total += loss.detach()
+        return {"loss": total, "grad_norm": head.weight.grad.norm()}
+
+    return step
+
+
+def two_micro_batches_reference():
+    """softmax − one-hot, averaged over the five targets that count, in float64."""
+    torch.manual_seed(0)
+    head, x = nn.Linear(4, 3).double(), torch.randn(2, 5, 4)[0].double()
+    labels = torch.tensor([0, 2, 1, 1, 2])
+    probabilities = torch.softmax(head(x), -1)
+    slope = (probabilities - torch.eye(3).double()[labels]).T @ x / 5
+    return {"loss": -probabilities[range(5), labels].log().mean(), "grad_norm": slope.square().sum().sqrt()}
+
+
+CASES.append(
+    Case(
+        id="pt-70348",
+        title="CrossEntropyLoss used to give 0 here",
+        symptom="Since an upgrade the loss of some micro-batches is nan. In those all targets are the ignore_index. The "
+        "old version gave 0, and nothing else has changed.",
+        broken=two_micro_batches,
+        fixed=two_micro_batches_fixed,
+        reference=two_micro_batches_reference,
+        cause="empty_mean",
+        phase="forward",
+        line="loss = F.cross_entropy(head(features), labels)",
+        link="https://github.com/pytorch/pytorch/issues/70348",
+        family="empty_selection",
+        story="The mean over no target is nan since torch 1.11, on purpose. Its gradient is still 0, so that the "
+        "weights live; but the other micro-batch now counts half. Sum the losses and divide once by the number of "
+        "targets.",
+        difficulty=1,
+    )
+)
+
+
+# -- instructlab-547 -------------------------------------------------------------------------------------------------
+def accumulate_and_log():
+    head, hidden = nn.Linear(8, 6), torch.randn(2, 5, 8)
+    labels = torch.tensor([[-100, -100, 3, 1, 4], [-100, -100, -100, -100, -100]])
+
+    def step():
+        for number, (states, targets) in enumerate(zip(hidden, labels, strict=True)):
+            log_probs = head(states).log_softmax(-1)
+            per_token = -log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+            tokens = int((targets != -100).sum())
+            loss = (per_token * (targets != -100)).sum() / tokens
+            loss.backward()
+            print(f"step {68 + number}: loss {loss:.4f}, seconds for a token {0.25 / tokens:.4f}")
+        return {"loss": loss}
+
+    return step
+
+
+def accumulate_and_log_fixed():
+    head, hidden = nn.Linear(8, 6), torch.randn(2, 5, 8)
+    labels = torch.tensor([[-100, -100, 3, 1, 4], [-100, -100, -100, -100, -100]])
+
+    def step():
+        total, tokens = torch.zeros(()), 0
+        for states, targets in zip(hidden, labels, strict=True):
+            kept = targets != -100
+            if kept.any():  # nothing to learn, nothing to log
+                loss = F.cross_entropy(head(states)[kept], targets[kept], reduction="sum")
+                loss.backward()
+                total, tokens = total + loss.detach(), tokens + int(kept.sum())
+        return {"loss": total / tokens}
+
+    return step
+
+
+def accumulate_and_log_reference():
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(8, 6).double(), torch.randn(2, 5, 8).double()
+    logits = head(hidden[0, 2:])
+    return {"loss": (logits.exp().sum(-1).log() - logits[range(3), [3, 1, 4]]).mean()}
+
+
+CASES.append(
+    Case(
+        id="instructlab-547",
+        title="It stops in the line that prints",
+        symptom="Multi-GPU fine-tuning dies at step 69 with a ZeroDivisionError. The traceback points at the logging "
+        "call, so I removed the print: now it goes on, and every loss is nan.",
+        broken=accumulate_and_log,
+        fixed=accumulate_and_log_fixed,
+        reference=accumulate_and_log_reference,
+        cause="empty_mean",
+        phase="forward",
+        line="loss = (per_token * (targets != -100)).sum() / tokens",
+        link="https://github.com/instructlab/training/issues/547",
+        family="empty_selection",
+        story="Not one token of the micro-batch counts. A tensor divided by 0 is silently nan, and so are its "
+        "gradients; only the division of two Python numbers raises. The crash came a line too late, and it was "
+        "the luck.",
+        difficulty=1,
+    )
+)
+
+
+# -- axolotl-3026 ----------------------------------------------------------------------------------------------------
+def context_parallel_loss():
+    logits, labels = torch.randn(8, 6), torch.tensor([2, 0, 5, 1, -100, -100, -100, -100])
+    ranks = 2
+
+    def local_loss(rank):
+        piece = slice(rank * len(labels) // ranks, (rank + 1) * len(labels) // ranks)
+        kept = labels[piece] != -100
+        per_token = F.cross_entropy(logits[piece], labels[piece], reduction="none")
+        return per_token[kept].mean()
+
+    def step():
+        losses = torch.stack([local_loss(rank) for rank in range(ranks)])
+        return {"eval_loss": losses.mean()}
+
+    return step
+
+
+def context_parallel_loss_fixed():
+    logits, labels = torch.randn(8, 6), torch.tensor([2, 0, 5, 1, -100, -100, -100, -100])
+    ranks = 2
+
+    def local_sum_and_count(rank):
+        piece = slice(rank * len(labels) // ranks, (rank + 1) * len(labels) // ranks)
+        loss = F.cross_entropy(logits[piece], labels[piece], reduction="sum")
+        return torch.stack([loss, (labels[piece] != -100).sum()])
+
+    def step():
+        loss, count = sum(local_sum_and_count(rank) for rank in range(ranks))  # what all_reduce does
+        return {"eval_loss": loss / count}
+
+    return step
+
+
+def context_parallel_reference():
+    torch.manual_seed(0)
+    logits = torch.randn(8, 6).double()[:4]
+    return {"eval_loss": (logits.exp().sum(-1).log() - logits[range(4), [2, 0, 5, 1]]).mean()}
+
+
+CASES.append(
+    Case(
+        id="axolotl-3026",
+        title="nan only with two ranks",
+        symptom="The same configuration, the same data: eval_loss is fine on one GPU. With context parallelism over two "
+        "it is nan. The training loss is fine on both.",
+        broken=context_parallel_loss,
+        fixed=context_parallel_loss_fixed,
+        reference=context_parallel_reference,
+        cause="empty_mean",
+        phase="forward",
+        line="return per_token[kept].mean()",
+        link="https://github.com/axolotl-ai-cloud/axolotl/issues/3026",
+        family="distributed",
+        story="A long row is cut in pieces, one a rank. The piece with nothing but padding has a mean of nothing, and "
+        "the mean over ranks spreads it. Reduce sums and counts over ranks; a mean of means is not even right "
+        "when finite.",
+        difficulty=2,
+    )
+)
+
+
+# -- trl-1380 --------------------------------------------------------------------------------------------------------
+def kto_step():
+    policy, reference = torch.randn(4, requires_grad=True), torch.randn(4)
+    kind = ["real", "real", "real", "real"]  # of each row: "real", or "kl" for a mismatched pair
+
+    def step():
+        log_ratio = policy - reference
+        is_kl = torch.tensor([k == "kl" for k in kind])
+        kl = log_ratio[is_kl].detach().mean().clamp(min=0)
+        loss = (1 - torch.sigmoid(log_ratio[~is_kl] - kl)).mean()
+        loss.backward()
+        return {"loss": loss, "kl": kl}
+
+    return step
+
+
+def kto_step_fixed():
+    policy, reference = torch.randn(4, requires_grad=True), torch.randn(4)
+    mismatched = -torch.ones(4)  # a stream of its own: log-ratios of the prompts with other completions
+
+    def step():
+        kl = mismatched.mean().clamp(min=0)
+        loss = (1 - torch.sigmoid(policy - reference - kl)).mean()
+        loss.backward()
+        return {"loss": loss, "kl": kl}
+
+    return step
+
+
+def kto_step_reference():
+    torch.manual_seed(0)
+    ratio = (torch.randn(4) - torch.randn(4)).double()
+    return {"loss": (1 / (1 + ratio.exp())).mean(), "kl": 0.0}
+
+
+CASES.append(
+    Case(
+        id="trl-1380",
+        title="KTO, some batches",
+        symptom="KTO training: kl and loss are nan in about one batch of sixteen, without a pattern that I can see. "
+        "Larger batches make it rarer.",
+        broken=kto_step,
+        fixed=kto_step_fixed,
+        reference=kto_step_reference,
+        cause="empty_mean",
+        phase="forward",
+        line="kl = log_ratio[is_kl].detach().mean().clamp(min=0)",
+        link="https://github.com/huggingface/trl/pull/1380",
+        family="empty_selection",
+        story="Examples for the KL estimate were shuffled among the others; a batch without one averages nothing. clamp "
+        "lets nan through. What a step needs must be in every batch by construction, not by luck.",
+        difficulty=1,
+    )
+)
+
+
+# -- sentence-transformers-625 ---------------------------------------------------------------------------------------
+def cosine_scores():
+    vectors = torch.randn(6, 4)
+    vectors[0] = 0  # row 0 stands for every word that is not in the table
+    sentences = [[1, 2, 5], [0, 0], [3, 4]]
+
+    def step():
+        embedded = torch.stack([vectors[words].mean(0) for words in sentences])
+        unit = embedded / embedded.norm(dim=1, keepdim=True)
+        scores = unit @ unit.T
+        return {"scores": scores}
+
+    return step
+
+
+def cosine_scores_fixed():
+    vectors = torch.randn(6, 4)
+    vectors[0] = 0
+    sentences = [[1, 2, 5], [0, 0], [3, 4]]
+
+    def step():
+        embedded = torch.stack([vectors[words].mean(0) for words in sentences])
+        unit = F.normalize(embedded, dim=1)  # x / max(|x|, 1e-12): a sentence without a word is like no other
+        return {"scores": unit @ unit.T}
+
+    return step
+
+
+def cosine_reference():
+    torch.manual_seed(0)
+    vectors = torch.randn(6, 4).double()
+    a, c = vectors[[1, 2, 5]].sum(0), vectors[[3, 4]].sum(0)
+    between = (a * c).sum() / ((a * a).sum() * (c * c).sum()).sqrt()
+    scores = torch.zeros(3, 3).double()
+    scores[0, 0] = scores[2, 2] = 1
+    scores[0, 2] = scores[2, 0] = between
+    return {"scores": scores}
+
+
+CASES.append(
+    Case(
+        id="sentence-transformers-625",
+        title="A sentence like no other",
+        symptom="I compare sentences by the mean of their word vectors. One of my sentences has a similarity of nan to "
+        "all others, and to itself.",
+        broken=cosine_scores,
+        fixed=cosine_scores_fixed,
+        reference=cosine_reference,
+        cause="zero_over_zero",
+        phase="forward",
+        line="unit = embedded / embedded.norm(dim=1, keepdim=True)",
+        link="https://github.com/huggingface/sentence-transformers/issues/625",
+        family="zero_std_0_0",
+        story="None of its words is in the table: the mean is the zero vector, and it has no direction. 0/0. Decide "
+        "what such a row means (here: like nothing) and write that, or drop it.",
+        difficulty=1,
+    )
+)
+
+
+# -- trl-1053 --------------------------------------------------------------------------------------------------------
+def collate(rows, marker, max_length):
+    ids = torch.tensor([row[:max_length] + [1] * (max_length - len(row)) for row in rows])
+    labels = torch.full_like(ids, -100)
+    for row, target in zip(ids, labels, strict=True):
+        places = (row == marker).nonzero()
+        if len(places):
+            target[places[0] + 1 :] = row[places[0] + 1 :]
+    return ids, labels
+
+
+def evaluate_answers():
+    model, marker = load_model("tiny")[0], 9
+    rows = [[20, 21, marker, 30, 31], [22, marker, 32], [23, 24, 25, 26, 27, 28, marker, 33], [marker, 34, 35]]
+
+    @torch.no_grad()
+    def step():
+        losses = []
+        for row in rows:
+            ids, labels = collate([row], marker, max_length=6)
+            logits = model(input_ids=ids).logits
+            losses.append(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+            print(f"eval batch {len(losses)}: loss {losses[-1]:.4f}")
+        return {"eval_loss": torch.stack(losses).mean()}
+
+    return step
+
+
+def evaluate_answers_fixed():
+    model, marker = load_model("tiny")[0], 9
+    rows = [[20, 21, marker, 30, 31], [22, marker, 32], [23, 24, 25, 26, 27, 28, marker, 33], [marker, 34, 35]]
+
+    @torch.no_grad()
+    def step():
+        loss, count = 0.0, 0
+        for row in rows:
+            ids, labels = collate([row], marker, max_length=6)
+            targets = labels[:, 1:].flatten()
+            logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+            loss += F.cross_entropy(logits, targets, reduction="sum")
+            count += (targets != -100).sum()
+        return {"eval_loss": loss / count}
+
+    return step
+
+
+def evaluate_answers_reference():
+    """The log-probs of every token behind the marker, one by one, from the model in float64."""
+    model, total, count = load_model("tiny")[0].double(), 0.0, 0
+    with torch.no_grad():
+        for row, start in (([20, 21, 9, 30, 31, 1], 3), ([22, 9, 32, 1, 1, 1], 2), ([9, 34, 35, 1, 1, 1], 1)):
+            probabilities = torch.softmax(model(input_ids=torch.tensor([row])).logits[0], -1)
+            for place in range(start, 6):
+                total, count = total - probabilities[place - 1, row[place]].log(), count + 1
+    return {"eval_loss": total / count}
+
+
+CASES.append(
+    Case(
+        id="trl-1053",
+        title="Only eval_loss is nan",
+        symptom="SFT with a response marker so that only the answers count. The training loss is healthy, eval_loss is "
+        "nan at every evaluation.",
+        broken=evaluate_answers,
+        fixed=evaluate_answers_fixed,
+        reference=evaluate_answers_reference,
+        parts=(collate,),
+        cause="empty_mean",
+        phase="forward",
+        line="losses.append(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))",
+        link="https://github.com/huggingface/trl/issues/1053",
+        family="empty_selection",
+        story="Truncation cut the marker off one row, so that the collator masked the row whole: a mean of nothing. In "
+        "training the logging filter hides the same thing. Count the rows without any label before you train.",
+        difficulty=2,
     )
 )

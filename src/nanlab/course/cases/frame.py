@@ -29,16 +29,17 @@ class Case:
     """One public report in miniature.
 
     Seen at once: ``title``, ``symptom`` (as a user would post it), ``code`` and ``log()``. True, and kept back: the
-    rest. ``broken``, ``fixed``: factories; each call gives a fresh ``step()`` without arguments, which returns a number,
-    a tensor or a dict of them; under "log" a trainer's log_history. ``reference``: what it should return, computed another way (float64, by hand), met
-    within ``tolerance`` (relative, and absolute below 1). ``parts``: further functions or classes that ``code`` shows.
+    rest. ``broken``, ``fixed``: factories; each call gives a fresh ``step()`` without arguments, which returns a
+    number, a tensor or a dict of them; under "log" a trainer's log_history. ``reference``: what it should return,
+    computed another way (float64, by hand), met within ``tolerance`` (relative, and absolute below 1). It may hold
+    some of the entries only. ``parts``: further functions or classes that ``code`` shows.
 
     ``cause``: one of the closed list ``nanlab.tracing.causes.CAUSES``, or "" where nothing non-finite matters.
     ``line``: the text of the guilty line in ``code``. ``op``, ``module``: as ``locate`` names them, if it matters.
     ``trap``: "", "finite and wrong" or "NaN and harmless". ``tool``: which one sees it; ``look``: how, if it is not
-    ``locate(step)`` or, of its "log", ``autopsy(log)``; ``finding``: the code that autopsy or preflight gives. ``family``: its class in the casebook file.
-    ``link``: the public report. ``lesson``: stem of a notebook, by default that of the cause. ``story``: what happened
-    there and what to take home. ``difficulty``: 1 to 3.
+    ``locate(step)`` or, of its "log", ``autopsy(log)``; ``finding``: the code that autopsy or preflight gives.
+    ``family``: its class in the casebook file. ``link``: the public report. ``lesson``: stem of a notebook, by default
+    that of the cause. ``story``: what happened there and what to take home. ``difficulty``: 1 to 3.
     """
 
     id: str
@@ -187,7 +188,7 @@ def line_of(value: Any) -> str:
     """A result as a line of a log: "loss 0.6931, grad_norm nan"."""
     entries, log = dict(value) if isinstance(value, Mapping) else {"result": value}, ""
     for entry in entries.pop("log", []):  # as a trainer prints it, without the times, which differ from run to run
-        shown = {k: short(v) for k, v in entry.items() if not k.endswith(("_runtime", "_per_second", "_flos"))}
+        shown = {k: short(v) for k, v in entry.items() if not k.endswith(("_runtime", "_time", "_per_second", "_flos"))}
         log += f"{{{', '.join(f'{k!r}: {v}' for k, v in shown.items())}}}\n"
     return log + ", ".join(f"{name} {short(v)}" for name, v in entries.items())
 

@@ -9,11 +9,10 @@ from nanlab.course.notebook import quiet
 
 
 def trainer(model: Any, rows: list[dict], eval_rows: list[dict] | None = None, **arguments: Any) -> Any:
-    """A ``transformers.Trainer`` on the CPU that logs every step and saves nothing. ``arguments``: TrainingArguments."""
+    """A ``transformers.Trainer`` on the CPU that logs every step. ``arguments``: of TrainingArguments."""
     quiet()
     from transformers import Trainer, TrainingArguments
 
-    # The folder goes when the last reference to it goes: it is kept with the trainer.
     folder = tempfile.TemporaryDirectory()
     settings = {
         "output_dir": folder.name,
@@ -28,6 +27,28 @@ def trainer(model: Any, rows: list[dict], eval_rows: list[dict] | None = None, *
         **arguments,
     }
     made = Trainer(model, TrainingArguments(**settings), train_dataset=rows, eval_dataset=eval_rows)
+    return silent(made, folder)
+
+
+def silent(made: Any, folder: tempfile.TemporaryDirectory) -> Any:
+    """The trainer without the callback that prints. Its folder goes when the trainer goes."""
     made.folder = folder
     made.remove_callback(next(type(c) for c in made.callback_handler.callbacks if "Print" in type(c).__name__))
     return made
+
+
+def preference_trainer(kind: Any, config: Any, model: Any, tokenizer: Any, rows: list[dict], max_length: int) -> Any:
+    """A triple-preference trainer of class ``kind`` that trains and evaluates on ``rows``, two a batch.
+
+    The filter is off, as evaluation was before transformers 5.23: there it now leaves non-finite batches out.
+    """
+    quiet()
+    from datasets import Dataset
+
+    folder = tempfile.TemporaryDirectory()
+    settings = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False}
+    batches = {"per_device_eval_batch_size": 2, "logging_nan_inf_filter": False, "max_length": max_length}
+    data = Dataset.from_list(rows)
+    arguments = config(folder.name, **settings, **batches)
+    made = kind(model, arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+    return silent(made, folder)

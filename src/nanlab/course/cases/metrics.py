@@ -128,7 +128,247 @@ CASES.append(
         family="logging_filter",
         trap="finite and wrong",
         story="max_length cut off every completion: all labels are -100 and each loss is nan. logging_nan_inf_filter "
-        "replaces a nan with the running mean, which is 0.0 as long as nothing finite was seen. A 0.0 is no success.",
+        "replaces a nan with the running mean, which is 0.0 as long as nothing finite was seen. A 0.0 is no "
+        "success.",
+        difficulty=2,
+    )
+)
+
+
+# -- trl-5775 --------------------------------------------------------------------------------------------------------
+def group_advantages():
+    nan = float("nan")  # a reward function had nothing to say about this completion
+    per_function = torch.tensor([[0.9, 0.8], [0.7, nan], [nan, nan], [0.8, 0.6]])
+
+    def step():
+        rewards = per_function.nansum(1)
+        spread = rewards.std() + 1e-4
+        return {"advantages": (rewards - rewards.mean()) / spread}
+
+    return step
+
+
+def group_advantages_fixed():
+    nan = float("nan")
+    per_function = torch.tensor([[0.9, 0.8], [0.7, nan], [nan, nan], [0.8, 0.6]])
+
+    def step():
+        scored = ~per_function.isnan().all(1)
+        rewards = per_function.nansum(1)
+        known = rewards[scored]
+        advantages = torch.zeros(len(rewards))  # nothing is known about the rest: no push, in either direction
+        advantages[scored] = (known - known.mean()) / (known.std() + 1e-4)
+        return {"advantages": advantages}
+
+    return step
+
+
+def group_advantages_reference():
+    """By hand, over the three completions that have a reward."""
+    rewards = [1.7, 0.7, 1.4]
+    mean = sum(rewards) / 3
+    spread = (sum((r - mean) ** 2 for r in rewards) / 2) ** 0.5
+    one, two, four = ((r - mean) / (spread + 1e-4) for r in rewards)
+    return {"advantages": torch.tensor([one, two, 0.0, four])}
+
+
+CASES.append(
+    Case(
+        id="trl-5775",
+        title="No opinion",
+        symptom="My reward functions return None where they cannot judge. Training is stable, without any nan. But the "
+        "model unlearns the kind of answer that none of them can judge.",
+        broken=group_advantages,
+        fixed=group_advantages_fixed,
+        reference=group_advantages_reference,
+        phase="forward",
+        line="rewards = per_function.nansum(1)",
+        link="https://github.com/huggingface/trl/pull/5775",
+        family="dirty_data",
+        trap="finite and wrong",
+        tool="none: compare with a reference",
+        lesson="02_zero_std",
+        story="The sum over nothing is 0, so a completion without any reward counts as the worst of its group. Missing "
+        "is not 0: leave it out of mean and spread, and give it no advantage. TRL 1.16 does so.",
+        difficulty=3,
+    )
+)
+
+
+# -- trl-4501 --------------------------------------------------------------------------------------------------------
+def two_tasks():
+    nan = float("nan")
+    log_probs = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
+    per_function = torch.tensor([[0.2, nan], [0.9, nan], [nan, 0.4], [nan, 0.8]])  # each task has its own function
+
+    def step():
+        rewards = per_function.nansum(1)
+        advantages = rewards - rewards.view(2, 2).mean(1).repeat_interleave(2)
+        loss = -(advantages * log_probs).mean()
+        loss.backward()
+        for name, column in zip(("math", "code"), per_function.T, strict=True):
+            print(f"rewards/{name}/mean: {column.mean():.4f}")
+        return {"loss": loss, "gradient": log_probs.grad}
+
+    return step
+
+
+def two_tasks_fixed():
+    nan = float("nan")
+    log_probs = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
+    per_function = torch.tensor([[0.2, nan], [0.9, nan], [nan, 0.4], [nan, 0.8]])
+
+    def step():
+        rewards = per_function.nansum(1)
+        advantages = rewards - rewards.view(2, 2).mean(1).repeat_interleave(2)
+        loss = -(advantages * log_probs).mean()
+        loss.backward()
+        for name, column in zip(("math", "code"), per_function.T, strict=True):
+            print(f"rewards/{name}/mean: {column.nanmean():.4f}")  # only the chart was wrong
+        return {"loss": loss, "gradient": log_probs.grad}
+
+    return step
+
+
+def two_tasks_reference():
+    """By hand: advantages ∓0.35 and ∓0.2."""
+    advantages = torch.tensor([-0.35, 0.35, -0.2, 0.2]).double()
+    return {"loss": -(advantages * torch.tensor([-1.0, -2.0, -0.5, -1.5])).mean(), "gradient": -advantages / 4}
+
+
+CASES.append(
+    Case(
+        id="trl-4501",
+        title="Every reward is nan",
+        symptom="GRPO on two tasks, each with a reward function that returns None for the other's prompts. Both reward "
+        "curves are nan at every step. Should I stop the run?",
+        broken=two_tasks,
+        fixed=two_tasks_fixed,
+        reference=two_tasks_reference,
+        cause="bad_input",
+        phase="data",
+        line='print(f"rewards/{name}/mean: {column.mean():.4f}")',
+        link="https://github.com/huggingface/trl/issues/4501",
+        family="metric_only",
+        trap="NaN and harmless",
+        story="The nan is a mark for 'not mine', the sum that is trained on leaves it out, and every sample has a "
+        "reward. Only the mean for the chart does not. Ask of each nan whether it reaches the weights.",
+        difficulty=2,
+    )
+)
+
+
+# -- nemo-rl-4161 ----------------------------------------------------------------------------------------------------
+def leave_one_out():
+    rewards = torch.tensor([0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.95])
+
+    def step():
+        mean = (sum(rewards) - rewards) / 7  # of the other seven
+        variance = (sum(rewards**2) - rewards**2) / 7 - mean**2
+        spread = variance.clamp(min=0).sqrt()
+        advantages = rewards - mean
+        return {"advantages": torch.where(spread > 0, advantages / spread, advantages)}
+
+    return step
+
+
+def leave_one_out_fixed():
+    rewards = torch.tensor([0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.35, 0.95])
+
+    def step():
+        others = torch.stack([torch.cat([rewards[:i], rewards[i + 1 :]]) for i in range(8)])
+        mean, equal = others.mean(1), others.amax(1) == others.amin(1)
+        spread = others.std(1, correction=0)
+        advantages = rewards - mean
+        return {"advantages": torch.where(equal, advantages, advantages / torch.where(equal, 1.0, spread))}
+
+    return step
+
+
+def leave_one_out_reference():
+    """By hand in float64: the others of the last are all equal, so its advantage is 0.95 − 0.35 undivided."""
+    seven = [0.35] * 6 + [0.95]
+    mean = sum(seven) / 7
+    spread = (sum((r - mean) ** 2 for r in seven) / 7) ** 0.5
+    return {"advantages": torch.tensor([(0.35 - mean) / spread] * 7 + [0.95 - 0.35])}
+
+
+CASES.append(
+    Case(
+        id="nemo-rl-4161",
+        title="An advantage of thousands",
+        symptom="Most groups are fine. When seven of eight samples have the same reward, one advantage is in the "
+        "thousands and the step ruins the policy. I do guard against a spread of 0.",
+        broken=leave_one_out,
+        fixed=leave_one_out_fixed,
+        reference=leave_one_out_reference,
+        phase="forward",
+        line="variance = (sum(rewards**2) - rewards**2) / 7 - mean**2",
+        link="https://github.com/NVIDIA-NeMo/RL/pull/4161",
+        family="zero_std_0_0",
+        trap="finite and wrong",
+        tool="none: compare with a reference",
+        lesson="02_zero_std",
+        story="The mean of squares minus the square of the mean leaves rounding noise where the spread is 0, and the "
+        "guard lets noise pass. Ask whether the values are equal, not whether a difference came out as exactly 0.",
+        difficulty=3,
+    )
+)
+
+
+# -- hf-24725 --------------------------------------------------------------------------------------------------------
+def accumulate_two():
+    head, long, short = nn.Linear(4, 6), torch.randn(10, 4), torch.randn(1, 4)
+
+    def step():
+        for hidden in (long, short):
+            loss = F.cross_entropy(head(hidden), torch.zeros(len(hidden), dtype=torch.long))
+            (loss / 2).backward()
+        return {"grad_norm": head.weight.grad.norm()}
+
+    return step
+
+
+def accumulate_two_fixed():
+    head, long, short = nn.Linear(4, 6), torch.randn(10, 4), torch.randn(1, 4)
+
+    def step():
+        count = len(long) + len(short)
+        for hidden in (long, short):
+            targets = torch.zeros(len(hidden), dtype=torch.long)
+            (F.cross_entropy(head(hidden), targets, reduction="sum") / count).backward()
+        return {"grad_norm": head.weight.grad.norm()}
+
+    return step
+
+
+def accumulate_two_reference():
+    """One batch of all eleven tokens, in float64: softmax − one-hot, averaged."""
+    torch.manual_seed(0)
+    head, long, short = nn.Linear(4, 6).double(), torch.randn(10, 4).double(), torch.randn(1, 4).double()
+    hidden = torch.cat([long, short])
+    error = torch.softmax(head(hidden), -1) - torch.eye(6).double()[0]
+    return {"grad_norm": (error.T @ hidden / 11).square().sum().sqrt()}
+
+
+CASES.append(
+    Case(
+        id="hf-24725",
+        title="Batch size 1, accumulated twice",
+        symptom="Two accumulation steps of batch size 1 do not train like batch size 2, on the same rows, with the same "
+        "seed and no dropout. My rows are of very different lengths. All numbers look healthy.",
+        broken=accumulate_two,
+        fixed=accumulate_two_fixed,
+        reference=accumulate_two_reference,
+        phase="forward",
+        line="(loss / 2).backward()",
+        link="https://github.com/huggingface/transformers/issues/24725",
+        family="mean_of_means",
+        trap="finite and wrong",
+        tool="none: compare with a reference",
+        lesson="03_empty_batch",
+        story="Each micro-batch is averaged over its own tokens, so that the one token of the short row weighs as much "
+        "as ten of the long one. The extreme is a row without tokens: 0/0. Sum, and divide once by all tokens.",
         difficulty=2,
     )
 )

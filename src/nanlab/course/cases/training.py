@@ -1,0 +1,393 @@
+"""Cases: clipping, scaling, running statistics, and what one bad step leaves behind."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanlab.course.cases.frame import Case
+from nanlab.course.cases.helpers import trainer
+
+CASES: list[Case] = []
+
+
+# -- hf-13619 --------------------------------------------------------------------------------------------------------
+class TokenModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embed(input_ids)).flatten(0, 1)
+        return {"loss": F.cross_entropy(logits, labels.flatten()), "logits": logits}
+
+
+def log_of_four_steps():
+    rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]} for _ in range(8)]
+    rows[2]["labels"] = rows[3]["labels"] = [-100, -100, -100]
+    settings = {"logging_nan_inf_filter": False, "train_sampling_strategy": "sequential", "learning_rate": 0.0}
+    run = trainer(TokenModel(), rows, max_steps=4, **settings)
+
+    def step():
+        run.train()
+        return {"log": run.state.log_history, "last loss": run.state.log_history[-2]["loss"]}
+
+    return step
+
+
+def log_of_four_steps_fixed():
+    rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]} for _ in range(8)]
+    rows[2]["labels"] = rows[3]["labels"] = [-100, -100, -100]
+    rows = [row for row in rows if any(label != -100 for label in row["labels"])]
+    settings = {"logging_nan_inf_filter": False, "train_sampling_strategy": "sequential", "learning_rate": 0.0}
+    run = trainer(TokenModel(), rows, max_steps=3, **settings)
+
+    def step():
+        run.train()
+        return {"log": run.state.log_history, "last loss": run.state.log_history[-2]["loss"]}
+
+    return step
+
+
+def log_of_four_steps_reference():
+    torch.manual_seed(0)
+    model = TokenModel().double()
+    probabilities = torch.softmax(model.head(model.embed(torch.tensor([1, 2, 3]))), -1)
+    return {"last loss": -probabilities[[0, 1, 2], [2, 3, 4]].log().mean()}
+
+
+CASES.append(
+    Case(
+        id="hf-13619",
+        title="nan for the rest of the log",
+        symptom="I switched the logging filter off to see what is going on. One loss is nan, and then all of them are, "
+        "although the gradient norm is a normal number again. The saved model works.",
+        broken=log_of_four_steps,
+        fixed=log_of_four_steps_fixed,
+        reference=log_of_four_steps_reference,
+        parts=(TokenModel,),
+        cause="empty_mean",
+        phase="forward",
+        line='return {"loss": F.cross_entropy(logits, labels.flatten()), "logits": logits}',
+        link="https://github.com/huggingface/transformers/pull/13619",
+        family="logging_filter",
+        story="One batch without a label: its loss is nan, its gradient 0, so the weights never saw it. The trainer "
+        "adds up losses and takes the logged sum off again, and nan minus nan stays nan. Look at grad_norm too, "
+        "and drop the row.",
+        difficulty=2,
+    )
+)
+
+
+# -- pt-46849 --------------------------------------------------------------------------------------------------------
+def clipped_step():
+    scorer = nn.Linear(2, 1)
+    nn.init.constant_(scorer.weight, 0.1)
+    optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
+    x, importance = torch.tensor([[0.5, 1.0], [12.0, 0.2], [1.5, 0.5]]), torch.tensor([1.0, 1e38, 1.0])
+
+    def step():
+        scores = scorer(x)[:, 0]
+        loss = (importance * scores.abs()).mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(scorer.parameters(), max_norm=1.0)
+        optimizer.step()
+        return {"loss": loss, "grad_norm": norm, "weight": scorer.weight}
+
+    return step
+
+
+def clipped_step_fixed():
+    scorer = nn.Linear(2, 1)
+    nn.init.constant_(scorer.weight, 0.1)
+    optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
+    x, importance = torch.tensor([[0.5, 1.0], [12.0, 0.2], [1.5, 0.5]]), torch.tensor([1.0, 1e38, 1.0])
+
+    def step():
+        loss = (importance * scorer(x)[:, 0].abs()).mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(scorer.parameters(), max_norm=1.0)
+        if norm.isfinite():  # or error_if_nonfinite=True: nothing is clipped, nothing is stepped
+            optimizer.step()
+        return {"weight": scorer.weight}
+
+    return step
+
+
+def clipped_step_reference():
+    """A gradient that is no number teaches nothing: the weights stay."""
+    return {"weight": torch.full((1, 2), 0.1)}
+
+
+CASES.append(
+    Case(
+        id="pt-46849",
+        title="Clipping was meant to protect me",
+        symptom="I clip at norm 1, so no batch should be able to do much. After a batch with one extreme importance "
+        "weight the layer is nan; its loss was large, but a number.",
+        broken=clipped_step,
+        fixed=clipped_step_fixed,
+        reference=clipped_step_reference,
+        cause="overflow",
+        phase="backward",
+        line="scores = scorer(x)[:, 0]",
+        link="https://github.com/pytorch/pytorch/issues/46849",
+        family="clip_spreads",
+        story="The gradient of the weight overflowed, so the norm is inf. Dividing by it makes nan of what is inf and 0 "
+        "of all the rest, and the step is taken. Clipping bounds large numbers; what is not finite needs a check "
+        "before it.",
+        difficulty=3,
+    )
+)
+
+
+# -- pt-88474 --------------------------------------------------------------------------------------------------------
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            hidden = self.lift(x)
+        return self.head(self.norm(hidden.float())).mean()
+
+
+def train_then_evaluate():
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(8, 4), torch.randn(8, 4) * 1e5, torch.randn(8, 4)]
+
+    def step():
+        for x in batches:
+            loss = model.train()(x)
+            if loss.isfinite():
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            print(f"train loss {loss:.4f}")
+        with torch.no_grad():
+            return {"eval_loss": model.eval()(batches[0])}
+
+    return step
+
+
+def train_then_evaluate_fixed():
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(8, 4), torch.randn(8, 4) * 1e5, torch.randn(8, 4)]
+
+    def step():
+        for x in batches:
+            kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            loss = model.train()(x)
+            if loss.isfinite():
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            else:  # a skipped step leaves no trace, in the statistics either
+                model.load_state_dict(kept, strict=False)
+        with torch.no_grad():
+            return {"eval_loss": model.eval()(batches[0])}
+
+    return step
+
+
+def train_then_evaluate_reference():
+    """Only the two good batches, in float64 throughout."""
+    torch.manual_seed(0)
+    model = Encoder()
+    first, _, last = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 4)
+    model = model.double()
+    forward = lambda x: model.head(model.norm(model.lift(x.double()))).mean()
+    for x in (first, last):
+        gradients = torch.autograd.grad(forward(x), list(model.parameters()), allow_unused=True)
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p -= 0.1 * g
+    return {"eval_loss": model.eval() and forward(first)}
+
+
+CASES.append(
+    Case(
+        id="pt-88474",
+        title="Good in train mode, nan in eval mode",
+        symptom="Mixed precision. Bad steps are skipped, there was one, and the training loss is fine before and after "
+        "it. In validation everything is nan, from then on and for good.",
+        broken=train_then_evaluate,
+        fixed=train_then_evaluate_fixed,
+        reference=train_then_evaluate_reference,
+        parts=(Encoder,),
+        cause="overflow",
+        phase="forward",
+        module="lift",
+        line="hidden = self.lift(x)",
+        link="https://github.com/pytorch/pytorch/issues/88474",
+        family="running_statistics",
+        tolerance=1e-2,
+        story="float16 overflowed in the first layer. The step was skipped, but the forward pass had already moved the "
+        "running mean of the batch norm to inf, and only evaluation reads it. A step that is skipped must leave "
+        "no trace.",
+        difficulty=3,
+    )
+)
+
+
+# -- dion-24 ---------------------------------------------------------------------------------------------------------
+class NormedMomentum(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                rows = p.grad / (p.grad.norm(dim=1, keepdim=True) + 1e-8)
+                scale = p.grad.norm() / rows.norm()
+                p -= group["lr"] * rows * scale
+
+
+def first_step():
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 1, bias=False))
+    nn.init.zeros_(model[1].weight)  # as is usual for the last projection
+    optimizer, x, y = NormedMomentum(model.parameters()), torch.randn(6, 4), torch.randn(6, 1)
+
+    def step():
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss, "loss after": (model(x) - y).square().mean()}
+
+    return step
+
+
+def first_step_fixed():
+    class Guarded(NormedMomentum):
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    rows = p.grad / (p.grad.norm(dim=1, keepdim=True) + 1e-8)
+                    scale = p.grad.norm() / rows.norm().clamp(min=1e-8)  # no gradient, no step
+                    p -= group["lr"] * rows * scale
+
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 1, bias=False))
+    nn.init.zeros_(model[1].weight)
+    optimizer, x, y = Guarded(model.parameters()), torch.randn(6, 4), torch.randn(6, 1)
+
+    def step():
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss, "loss after": (model(x) - y).square().mean()}
+
+    return step
+
+
+def first_step_reference():
+    """Only the last layer moves, along its gradient (one row: the scale gives back its own length)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 1, bias=False))
+    x, y = torch.randn(6, 4).double(), torch.randn(6, 1).double()
+    hidden = x @ model[0].weight.double().T
+    weight = 0.1 * 2 * (y * hidden).mean(0)
+    return {"loss": y.square().mean(), "loss after": (hidden @ weight - y[:, 0]).square().mean()}
+
+
+CASES.append(
+    Case(
+        id="dion-24",
+        title="The first step of a new optimizer",
+        symptom="A new optimizer that normalises its updates: the first loss is right, the second nan. AdamW is fine on "
+        "the same model, and so is the new one if I do not zero the last projection.",
+        broken=first_step,
+        fixed=first_step_fixed,
+        reference=first_step_reference,
+        parts=(NormedMomentum,),
+        cause="zero_over_zero",
+        phase="optimizer",
+        line="scale = p.grad.norm() / rows.norm()",
+        link="https://github.com/microsoft/dion/pull/24",
+        family="optimizer_0_0",
+        story="The last layer is all zeros, so the first one gets a gradient of exactly 0, and the optimizer divides "
+        "the length 0 by the length 0. A guard on one division does not cover the next. No gradient means no "
+        "step.",
+        difficulty=2,
+    )
+)
+
+
+# -- espnet-3237 -----------------------------------------------------------------------------------------------------
+def scaled_training():
+    head = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    x, y = torch.randn(16, 4), torch.randn(16, 1)
+
+    def step():
+        for number in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                output = head(x)
+            loss = (output.float() - y).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(head.parameters(), 5.0)
+            scaler.step(optimizer)
+            scaler.update()
+            print(f"step {number}: loss {loss:.4f}, grad_norm {norm:.4f}")
+        return {"loss": loss}
+
+    return step
+
+
+def scaled_training_fixed():
+    head = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.05)
+    x, y = torch.randn(16, 4), torch.randn(16, 1)
+
+    def step():
+        for _ in range(3):  # float32 and no scale: the same three steps, without the two that were only tried
+            optimizer.zero_grad()
+            loss = (head(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+        return {"loss": loss}
+
+    return step
+
+
+def scaled_training_reference():
+    """Two steps of gradient descent by hand, in float64."""
+    torch.manual_seed(0)
+    head = nn.Linear(4, 1).double()
+    weight, bias = head.weight.detach(), head.bias.detach()
+    x, y = torch.randn(16, 4).double(), torch.randn(16, 1).double()
+    for _ in range(2):
+        error = x @ weight.T + bias - y
+        weight, bias = weight - 0.05 * 2 * (error * x).mean(0), bias - 0.05 * 2 * error.mean()
+    return {"loss": (x @ weight.T + bias - y).square().mean()}
+
+
+CASES.append(
+    Case(
+        id="espnet-3237",
+        title="grad_norm nan at the start of every run",
+        symptom="With mixed precision switched on, the first lines of every run have a grad_norm of nan or inf, and the "
+        "loss does not move in those. What is broken in my model?",
+        broken=scaled_training,
+        fixed=scaled_training_fixed,
+        reference=scaled_training_reference,
+        cause="overflow",
+        phase="backward",
+        line="scaler.scale(loss).backward()",
+        link="https://github.com/espnet/espnet/issues/3237",
+        family="loss_scale",
+        trap="NaN and harmless",
+        tolerance=1e-2,
+        story="Nothing is. The scaler starts high on purpose, meets gradients that do not fit into float16, skips the "
+        "step and halves its scale until they do. It is a fault only if it never stops.",
+        difficulty=2,
+    )
+)
