@@ -44,8 +44,8 @@ CASES.append(
     Case(
         id="peft-3530",
         title="A merged adapter that is not a number",
-        symptom="I sweep the density of a DARE merge from 0 to 1. At the first value every weight of the merged adapter "
-        "is nan, without any error. The documentation says 0 is allowed.",
+        symptom="I sweep the density of a DARE merge from 0 to 1. At the first value every weight of the merged "
+        "adapter is nan, without any error. The documentation says 0 is allowed.",
         broken=merge_step,
         fixed=merge_step_fixed,
         reference=merge_reference,
@@ -54,8 +54,8 @@ CASES.append(
         line="rescaled = deltas * kept / density",
         link="https://github.com/huggingface/peft/pull/3530",
         family="adapter_0_0",
-        story="Survivors are scaled up by 1/density so that their sum stays the same; with no survivor this is 0/0. An "
-        "end of an allowed range is an input like any other: test it.",
+        story="Survivors are scaled up by 1/density so that their sum stays the same; with no survivor this is 0/0. "
+        "An end of an allowed range is an input like any other: test it.",
         difficulty=1,
     )
 )
@@ -100,8 +100,8 @@ CASES.append(
     Case(
         id="gpt-neox-1003",
         title="Long prompts are worse in half precision",
-        symptom="model.half() is fine on short prompts. On long ones the perplexity is far worse than in float32. There "
-        "is no nan anywhere, I have checked every tensor.",
+        symptom="model.half() is fine on short prompts. On long ones the perplexity is far worse than in float32. "
+        "There is no nan anywhere, I have checked every tensor.",
         broken=rotary_in_half,
         fixed=rotary_in_half_fixed,
         reference=rotary_reference,

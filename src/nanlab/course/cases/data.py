@@ -59,8 +59,8 @@ CASES.append(
     Case(
         id="trl-5662",
         title="evaluate() before a single step",
-        symptom="TPOTrainer on a public triple-preference set. The training loss is finite throughout; evaluate() gives "
-        "an eval_loss of nan, before training and after it. A small max_length is all I changed.",
+        symptom="TPOTrainer on a public triple-preference set. The training loss is finite throughout; evaluate() "
+        "gives an eval_loss of nan, before training and after it. A small max_length is all I changed.",
         broken=evaluate_tpo,
         fixed=evaluate_tpo_fixed,
         reference=evaluate_tpo_reference,
@@ -72,8 +72,8 @@ CASES.append(
         family="empty_selection",
         lesson="10_case_tpo_evaluate",
         story="Two prompts alone fill max_length. In a batch of such rows the gold answers have no token left, and a "
-        "mean over nothing is nan; one such batch makes the average nan. Look at the prompts' lengths before you "
-        "evaluate.",
+        "mean over nothing is nan; one such batch makes the average nan. Look at the prompts' lengths before "
+        "you evaluate.",
         difficulty=2,
     )
 )
@@ -137,8 +137,8 @@ CASES.append(
     Case(
         id="hf-16711",
         title="BERT, batch size 1, short sentences",
-        symptom="Pretraining a small BERT on tweets with batch size 1. Now and then a loss is nan. The same sentence is "
-        "fine in the next epoch.",
+        symptom="Pretraining a small BERT on tweets with batch size 1. Now and then a loss is nan. The same sentence "
+        "is fine in the next epoch.",
         broken=masked_language_model,
         fixed=masked_language_model_fixed,
         reference=masked_language_model_reference,
@@ -148,8 +148,8 @@ CASES.append(
         line="output = model(input_ids=ids.masked_fill(chosen, mask_id), labels=labels)",
         link="https://github.com/huggingface/transformers/issues/16711",
         family="empty_selection",
-        story="Each token is masked with probability 0.15; of four tokens none is chosen in half of all cases, and then "
-        "no label counts. What is random must be valid for every draw.",
+        story="Each token is masked with probability 0.15; of four tokens none is chosen in half of all cases, and "
+        "then no label counts. What is random must be valid for every draw.",
         difficulty=1,
     )
 )
@@ -210,8 +210,8 @@ CASES.append(
     Case(
         id="ms-swift-8123",
         title="loss 0.0, grad_norm nan",
-        symptom="One of my reward functions calls a service that sometimes fails and then gives None. The run completes "
-        "with a loss of 0.0 in every line, grad_norm is nan, and the model has learned nothing.",
+        symptom="One of my reward functions calls a service that sometimes fails and then gives None. The run "
+        "completes with a loss of 0.0 in every line, grad_norm is nan, and the model has learned nothing.",
         broken=decoupled_advantages,
         fixed=decoupled_advantages_fixed,
         reference=decoupled_advantages_reference,
@@ -221,8 +221,8 @@ CASES.append(
         link="https://github.com/modelscope/ms-swift/issues/8123",
         family="dirty_data",
         lesson="02_zero_std",
-        story="One missing reward makes the mean and spread of its group nan, and normalising over the batch hands it "
-        "to all. Treat a missing reward where it comes in: leave it out of the statistics, or drop the "
+        story="One missing reward makes the mean and spread of its group nan, and normalising over the batch hands "
+        "it to all. Treat a missing reward where it comes in: leave it out of the statistics, or drop the "
         "completion.",
         difficulty=2,
     )

@@ -71,8 +71,8 @@ CASES.append(
         link="https://github.com/verl-project/verl/issues/785",
         family="empty_selection",
         story="Truncation left a batch in which no token counts: 0/0 in the loss and, unlike the built-in "
-        "cross-entropy, in every gradient too. One batch destroyed all weights. Skip what has nothing to teach, "
-        "before the division.",
+        "cross-entropy, in every gradient too. One batch destroyed all weights. Skip what has nothing to "
+        "teach, before the division.",
         difficulty=1,
     )
 )
@@ -123,8 +123,8 @@ CASES.append(
     Case(
         id="pt-70348",
         title="CrossEntropyLoss used to give 0 here",
-        symptom="Since an upgrade the loss of some micro-batches is nan. In those all targets are the ignore_index. The "
-        "old version gave 0, and nothing else has changed.",
+        symptom="Since an upgrade the loss of some micro-batches is nan. In those all targets are the ignore_index. "
+        "The old version gave 0, and nothing else has changed.",
         broken=two_micro_batches,
         fixed=two_micro_batches_fixed,
         reference=two_micro_batches_reference,
@@ -134,8 +134,8 @@ CASES.append(
         link="https://github.com/pytorch/pytorch/issues/70348",
         family="empty_selection",
         story="The mean over no target is nan since torch 1.11, on purpose. Its gradient is still 0, so that the "
-        "weights live; but the other micro-batch now counts half. Sum the losses and divide once by the number of "
-        "targets.",
+        "weights live; but the other micro-batch now counts half. Sum the losses and divide once by the number "
+        "of targets.",
         difficulty=1,
     )
 )
@@ -249,8 +249,8 @@ CASES.append(
     Case(
         id="axolotl-3026",
         title="nan only with two ranks",
-        symptom="The same configuration, the same data: eval_loss is fine on one GPU. With context parallelism over two "
-        "it is nan. The training loss is fine on both.",
+        symptom="The same configuration, the same data: eval_loss is fine on one GPU. With context parallelism over "
+        "two it is nan. The training loss is fine on both.",
         broken=context_parallel_loss,
         fixed=context_parallel_loss_fixed,
         reference=context_parallel_reference,
@@ -259,9 +259,9 @@ CASES.append(
         line="return per_token[kept].mean()",
         link="https://github.com/axolotl-ai-cloud/axolotl/issues/3026",
         family="distributed",
-        story="A long row is cut in pieces, one a rank. The piece with nothing but padding has a mean of nothing, and "
-        "the mean over ranks spreads it. Reduce sums and counts over ranks; a mean of means is not even right "
-        "when finite.",
+        story="A long row is cut in pieces, one a rank. The piece with nothing but padding has a mean of nothing, "
+        "and the mean over ranks spreads it. Reduce sums and counts over ranks; a mean of means is not even "
+        "right when finite.",
         difficulty=2,
     )
 )
@@ -316,8 +316,8 @@ CASES.append(
         line="kl = log_ratio[is_kl].detach().mean().clamp(min=0)",
         link="https://github.com/huggingface/trl/pull/1380",
         family="empty_selection",
-        story="Examples for the KL estimate were shuffled among the others; a batch without one averages nothing. clamp "
-        "lets nan through. What a step needs must be in every batch by construction, not by luck.",
+        story="Examples for the KL estimate were shuffled among the others; a batch without one averages nothing. "
+        "clamp lets nan through. What a step needs must be in every batch by construction, not by luck.",
         difficulty=1,
     )
 )
@@ -455,8 +455,9 @@ CASES.append(
         line="losses.append(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))",
         link="https://github.com/huggingface/trl/issues/1053",
         family="empty_selection",
-        story="Truncation cut the marker off one row, so that the collator masked the row whole: a mean of nothing. In "
-        "training the logging filter hides the same thing. Count the rows without any label before you train.",
+        story="Truncation cut the marker off one row, so that the collator masked the row whole: a mean of nothing. "
+        "In training the logging filter hides the same thing. Count the rows without any label before you "
+        "train.",
         difficulty=2,
     )
 )

@@ -63,8 +63,8 @@ CASES.append(
         line="log_odds = chosen - torch.log1p(-torch.exp(chosen))",
         link="https://github.com/huggingface/trl/issues/2564",
         family="log0_or_inf_times_0",
-        story="A log-prob of exactly 0 means p = 1: log(1 − p) is −inf and its slope infinite. The sigmoid swallows the "
-        "inf in the loss, the gradient keeps 0 · inf. A finite loss says nothing about its gradient.",
+        story="A log-prob of exactly 0 means p = 1: log(1 − p) is −inf and its slope infinite. The sigmoid swallows "
+        "the inf in the loss, the gradient keeps 0 · inf. A finite loss says nothing about its gradient.",
         difficulty=2,
     )
 )
@@ -117,8 +117,8 @@ CASES.append(
         line="penalty = torch.exp(difference) - difference - 1",
         link="https://github.com/huggingface/trl/issues/3015",
         family="kl_ratio_exp",
-        story="The estimator exponentiates a difference of log-probs, and e^12.5 is beyond float16; in float32 the same "
-        "happens at 88.8. Exponentiate in float32, and bound the argument if tokens can drift that far.",
+        story="The estimator exponentiates a difference of log-probs, and e^12.5 is beyond float16; in float32 the "
+        "same happens at 88.8. Exponentiate in float32, and bound the argument if tokens can drift that far.",
         difficulty=1,
     )
 )
@@ -164,8 +164,8 @@ CASES.append(
     Case(
         id="pt-2421",
         title="The point that was already there",
-        symptom="I pull points towards a centre with a distance loss. The loss is right; after one step one of my points "
-        "is nan, and it is the one that needed no pull.",
+        symptom="I pull points towards a centre with a distance loss. The loss is right; after one step one of my "
+        "points is nan, and it is the one that needed no pull.",
         broken=pull_to_centre,
         fixed=pull_to_centre_fixed,
         reference=pull_to_centre_reference,
@@ -174,8 +174,8 @@ CASES.append(
         line="distances = torch.sqrt((offsets**2).sum(1))",
         link="https://github.com/pytorch/pytorch/issues/2421",
         family="nan_times_zero_mask",
-        story="The slope of the root at 0 is infinite, and it meets the 0 of the square: inf · 0. vector_norm knows the "
-        "edge. An eps under the root also is finite, but changes every distance a little.",
+        story="The slope of the root at 0 is infinite, and it meets the 0 of the square: inf · 0. vector_norm knows "
+        "the edge. An eps under the root also is finite, but changes every distance a little.",
         difficulty=1,
     )
 )
@@ -343,8 +343,8 @@ CASES.append(
     Case(
         id="trl-7252",
         title="The entropy is fine now",
-        symptom="One token is forbidden, and the entropy was nan. I added nan_to_num and the entropy is exact. With the "
-        "entropy bonus switched on, all weights are nan after the first step.",
+        symptom="One token is forbidden, and the entropy was nan. I added nan_to_num and the entropy is exact. With "
+        "the entropy bonus switched on, all weights are nan after the first step.",
         broken=entropy_bonus,
         fixed=entropy_bonus_fixed,
         reference=entropy_bonus_reference,

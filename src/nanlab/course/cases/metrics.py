@@ -48,8 +48,8 @@ CASES.append(
     Case(
         id="trl-1386",
         title="KTO learns, and its chart has holes",
-        symptom="KTO on two GPUs: the loss falls as it should and samples get better, but rewards/chosen is nan in every "
-        "other log line.",
+        symptom="KTO on two GPUs: the loss falls as it should and samples get better, but rewards/chosen is nan in "
+        "every other log line.",
         broken=kto_metrics,
         fixed=kto_metrics_fixed,
         reference=kto_reference,
@@ -188,8 +188,8 @@ CASES.append(
         trap="finite and wrong",
         tool="none: compare with a reference",
         lesson="02_zero_std",
-        story="The sum over nothing is 0, so a completion without any reward counts as the worst of its group. Missing "
-        "is not 0: leave it out of mean and spread, and give it no advantage. TRL 1.16 does so.",
+        story="The sum over nothing is 0, so a completion without any reward counts as the worst of its group. "
+        "Missing is not 0: leave it out of mean and spread, and give it no advantage. TRL 1.16 does so.",
         difficulty=3,
     )
 )
@@ -310,7 +310,8 @@ CASES.append(
         tool="none: compare with a reference",
         lesson="02_zero_std",
         story="The mean of squares minus the square of the mean leaves rounding noise where the spread is 0, and the "
-        "guard lets noise pass. Ask whether the values are equal, not whether a difference came out as exactly 0.",
+        "guard lets noise pass. Ask whether the values are equal, not whether a difference came out as exactly "
+        "0.",
         difficulty=3,
     )
 )
@@ -355,8 +356,8 @@ CASES.append(
     Case(
         id="hf-24725",
         title="Batch size 1, accumulated twice",
-        symptom="Two accumulation steps of batch size 1 do not train like batch size 2, on the same rows, with the same "
-        "seed and no dropout. My rows are of very different lengths. All numbers look healthy.",
+        symptom="Two accumulation steps of batch size 1 do not train like batch size 2, on the same rows, with the "
+        "same seed and no dropout. My rows are of very different lengths. All numbers look healthy.",
         broken=accumulate_two,
         fixed=accumulate_two_fixed,
         reference=accumulate_two_reference,
@@ -367,8 +368,9 @@ CASES.append(
         trap="finite and wrong",
         tool="none: compare with a reference",
         lesson="03_empty_batch",
-        story="Each micro-batch is averaged over its own tokens, so that the one token of the short row weighs as much "
-        "as ten of the long one. The extreme is a row without tokens: 0/0. Sum, and divide once by all tokens.",
+        story="Each micro-batch is averaged over its own tokens, so that the one token of the short row weighs as "
+        "much as ten of the long one. The extreme is a row without tokens: 0/0. Sum, and divide once by all "
+        "tokens.",
         difficulty=2,
     )
 )

@@ -73,8 +73,8 @@ CASES.append(
         link="https://github.com/huggingface/transformers/pull/13619",
         family="logging_filter",
         story="One batch without a label: its loss is nan, its gradient 0, so the weights never saw it. The trainer "
-        "adds up losses and takes the logged sum off again, and nan minus nan stays nan. Look at grad_norm too, "
-        "and drop the row.",
+        "adds up losses and takes the logged sum off again, and nan minus nan stays nan. Look at grad_norm "
+        "too, and drop the row.",
         difficulty=2,
     )
 )
@@ -134,9 +134,9 @@ CASES.append(
         line="scores = scorer(x)[:, 0]",
         link="https://github.com/pytorch/pytorch/issues/46849",
         family="clip_spreads",
-        story="The gradient of the weight overflowed, so the norm is inf. Dividing by it makes nan of what is inf and 0 "
-        "of all the rest, and the step is taken. Clipping bounds large numbers; what is not finite needs a check "
-        "before it.",
+        story="The gradient of the weight overflowed, so the norm is inf. Dividing by it makes nan of what is inf "
+        "and 0 of all the rest, and the step is taken. Clipping bounds large numbers; what is not finite needs "
+        "a check before it.",
         difficulty=3,
     )
 )
@@ -226,9 +226,9 @@ CASES.append(
         link="https://github.com/pytorch/pytorch/issues/88474",
         family="running_statistics",
         tolerance=1e-2,
-        story="float16 overflowed in the first layer. The step was skipped, but the forward pass had already moved the "
-        "running mean of the batch norm to inf, and only evaluation reads it. A step that is skipped must leave "
-        "no trace.",
+        story="float16 overflowed in the first layer. The step was skipped, but the forward pass had already moved "
+        "the running mean of the batch norm to inf, and only evaluation reads it. A step that is skipped must "
+        "leave no trace.",
         difficulty=3,
     )
 )
@@ -299,8 +299,8 @@ CASES.append(
     Case(
         id="dion-24",
         title="The first step of a new optimizer",
-        symptom="A new optimizer that normalises its updates: the first loss is right, the second nan. AdamW is fine on "
-        "the same model, and so is the new one if I do not zero the last projection.",
+        symptom="A new optimizer that normalises its updates: the first loss is right, the second nan. AdamW is fine "
+        "on the same model, and so is the new one if I do not zero the last projection.",
         broken=first_step,
         fixed=first_step_fixed,
         reference=first_step_reference,
@@ -374,8 +374,8 @@ CASES.append(
     Case(
         id="espnet-3237",
         title="grad_norm nan at the start of every run",
-        symptom="With mixed precision switched on, the first lines of every run have a grad_norm of nan or inf, and the "
-        "loss does not move in those. What is broken in my model?",
+        symptom="With mixed precision switched on, the first lines of every run have a grad_norm of nan or inf, and "
+        "the loss does not move in those. What is broken in my model?",
         broken=scaled_training,
         fixed=scaled_training_fixed,
         reference=scaled_training_reference,
@@ -386,8 +386,8 @@ CASES.append(
         family="loss_scale",
         trap="NaN and harmless",
         tolerance=1e-2,
-        story="Nothing is. The scaler starts high on purpose, meets gradients that do not fit into float16, skips the "
-        "step and halves its scale until they do. It is a fault only if it never stops.",
+        story="Nothing is. The scaler starts high on purpose, meets gradients that do not fit into float16, skips "
+        "the step and halves its scale until they do. It is a fault only if it never stops.",
         difficulty=2,
     )
 )
