@@ -56,6 +56,15 @@ def tune_returns_the_master(prompt, gradients, lr):
     return steps(prompt.float(), gradients, lr=lr)
 
 
+def tune_with_decay(prompt, gradients, lr):  # torch's default decay, too small to see on small values
+    master = prompt.float().requires_grad_()
+    optimizer = torch.optim.AdamW([master], lr=lr)
+    for gradient in gradients:
+        master.grad = gradient.float()
+        optimizer.step()
+    return master.detach().half()
+
+
 @pytest.mark.parametrize("answer", [tune_right, tune_in_double])
 def test_a_right_tune_passes(answer, capsys):
     assert exercises.check_06_tune(answer)
@@ -70,6 +79,7 @@ def test_a_right_tune_passes(answer, capsys):
         (tune_fused, "not right"),
         (tune_without_memory, "not right"),
         (tune_cleaned, "not right"),
+        (tune_with_decay, "a large value"),
         (tune_in_bfloat16, "not right"),
         (tune_returns_the_master, "expected fp16"),
         (lambda prompt, gradients, lr: None, "expected a tensor"),
@@ -158,6 +168,29 @@ def step_that_raises_at_any_low_scale(scaler, optimizer, loss):
     return after >= before
 
 
+def step_with_its_floor_too_high(scaler, optimizer, loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    before, after = scaled(scaler, optimizer, loss)
+    if after < before and after <= 1:
+        raise FloatingPointError("scale")
+    return after >= before
+
+
+def step_that_looks_at_the_gradients(scaler, optimizer, loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    finite = all(bool(p.grad.isfinite().all()) for group in optimizer.param_groups for p in group["params"])
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    if not finite and scaler.get_scale() < 1:
+        raise FloatingPointError("scale")
+    return finite
+
+
 def step_that_keeps_gradients(scaler, optimizer, loss):
     if not torch.isfinite(loss):
         raise FloatingPointError("loss")
@@ -176,8 +209,9 @@ def step_without_the_scaler(scaler, optimizer, loss):
     return True
 
 
-def test_the_right_step_passes(capsys):
-    assert exercises.check_06_step(step_right)
+@pytest.mark.parametrize("answer", [step_right, step_that_looks_at_the_gradients])
+def test_a_right_step_passes(answer, capsys):
+    assert exercises.check_06_step(answer)
     assert capsys.readouterr().out.startswith("Right.")
 
 
@@ -191,6 +225,7 @@ def test_the_right_step_passes(capsys):
         (step_that_looks_too_late, "its scale has changed"),
         (step_that_tests_for_nan_only, "a loss of inf"),
         (step_that_raises_at_any_low_scale, "healthy loss at scale 0.5"),
+        (step_with_its_floor_too_high, "takes the scale to 1:"),
         (step_that_keeps_gradients, "gradients cleared"),
         (step_without_the_scaler, "a gradient that overflows once"),
         (lambda scaler, optimizer, loss: 1 / 0, "ZeroDivisionError"),

@@ -20,6 +20,10 @@ def bad_tensors(model):
 
 WRONG_TENSORS = {
     "inf": lambda model: [name for name, t in tensors(model) if t.isnan().any()],
+    "running_var": lambda model: (
+        [name for name, p in model.named_parameters() if not p.isfinite().all()]
+        + [name for name, b in model.named_buffers() if b.isnan().any()]
+    ),
     "deliberate": lambda model: [name for name, t in tensors(model) if not t.isfinite().all()],
     "state_dict": lambda model: [
         name for name, t in model.state_dict().items() if t.isnan().any() or (t == float("inf")).any()
@@ -79,6 +83,7 @@ WRONG_BATCHES = {
     "belong together": unpaired,
     "mean of nothing": silent,
     "you report": lambda f, t: (*clean_batch(f, t)[:2], 0),
+    "4 rows were dropped": lambda f, t: (*clean_batch(f, t)[:2], int((~f.isfinite()).sum() + (~t.isfinite()).sum())),
     "in order": lambda f, t: tuple(x.flip(0) if torch.is_tensor(x) else x for x in clean_batch(f, t)),
 }
 
