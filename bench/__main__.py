@@ -11,6 +11,7 @@ TABLES = {
     "trainer_step": "a training step, beside the trainer below",
     "locate_cost": "a traced step, beside a plain one",
     "locate_zoo": "planted faults: what each tool finds",
+    "casebook_matrix": "public reports in miniature: what each tool finds",
     "guard_cost": "a guarded step, beside an unguarded one",
     "preflight_cost": "looking through 100,000 rows",
 }

@@ -105,19 +105,24 @@ def clipped_step_fixed():
     x, importance = torch.tensor([[0.5, 1.0], [12.0, 0.2], [1.5, 0.5]]), torch.tensor([1.0, 1e38, 1.0])
 
     def step():
-        loss = (importance * scorer(x)[:, 0].abs()).mean()
+        loss = (importance.clamp(max=10) * scorer(x)[:, 0].abs()).mean()  # truncated importance weights
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(scorer.parameters(), max_norm=1.0)
-        if norm.isfinite():  # or error_if_nonfinite=True: nothing is clipped, nothing is stepped
-            optimizer.step()
-        return {"weight": scorer.weight}
+        nn.utils.clip_grad_norm_(scorer.parameters(), max_norm=1.0, error_if_nonfinite=True)
+        optimizer.step()
+        return {"loss": loss, "weight": scorer.weight}
 
     return step
 
 
 def clipped_step_reference():
-    """A gradient that is no number teaches nothing: the weights stay."""
-    return {"weight": torch.full((1, 2), 0.1)}
+    """By hand, in float64: the gradient is the weighted mean of the rows, cut to length 1."""
+    torch.manual_seed(0)
+    bias = nn.Linear(2, 1).bias.item()
+    x, importance = torch.tensor([[0.5, 1.0], [12.0, 0.2], [1.5, 0.5]]).double(), torch.tensor([1.0, 10, 1]).double()
+    weight, signs = torch.full((2,), 0.1).double(), (x.sum(1) * 0.1 + bias).sign()
+    slope, slope_of_bias = importance * signs @ x / 3, (importance * signs).mean()
+    length = (slope.square().sum() + slope_of_bias**2).sqrt().clamp(min=1)
+    return {"loss": (importance * (x @ weight + bias).abs()).mean(), "weight": (weight - 0.1 * slope / length)[None]}
 
 
 CASES.append(
