@@ -1,4 +1,4 @@
-"""Cases: adapters, merges, buffers: what a model is made of, before any training."""
+"""Cases: adapters and their merges."""
 
 from __future__ import annotations
 
@@ -57,65 +57,5 @@ CASES.append(
         story="Survivors are scaled up by 1/density so that their sum stays the same; with no survivor this is 0/0. "
         "An end of an allowed range is an input like any other: test it.",
         difficulty=1,
-    )
-)
-
-
-# -- gpt-neox-1003 ---------------------------------------------------------------------------------------------------
-class Rotary(torch.nn.Module):
-    def __init__(self, size=32, base=10000):
-        super().__init__()
-        frequencies = base ** (-torch.arange(0, size, 2) / size)
-        self.register_buffer("frequencies", frequencies, persistent=False)
-
-    def forward(self, positions):
-        angles = positions[:, None].to(self.frequencies) * self.frequencies
-        return angles.cos()
-
-
-def rotary_in_half():
-    model, positions = Rotary().half(), torch.tensor([1, 100, 1857])
-
-    def step():
-        return {"cos": model(positions)[:, :3].float()}
-
-    return step
-
-
-def rotary_in_half_fixed():
-    model, positions = Rotary(), torch.tensor([1, 100, 1857])
-
-    def step():  # the angles in float32; only the cosines are rounded
-        return {"cos": model(positions)[:, :3].half().float()}
-
-    return step
-
-
-def rotary_reference():
-    frequencies = torch.tensor([10000 ** (-2 * i / 32) for i in range(3)], dtype=torch.float64)
-    return {"cos": (torch.tensor([1.0, 100, 1857]).double()[:, None] * frequencies).cos()}
-
-
-CASES.append(
-    Case(
-        id="gpt-neox-1003",
-        title="Long prompts are worse in half precision",
-        symptom="model.half() is fine on short prompts. On long ones the perplexity is far worse than in float32. "
-        "There is no nan anywhere, I have checked every tensor.",
-        broken=rotary_in_half,
-        fixed=rotary_in_half_fixed,
-        reference=rotary_reference,
-        parts=(Rotary,),
-        phase="forward",
-        line="angles = positions[:, None].to(self.frequencies) * self.frequencies",
-        link="https://github.com/EleutherAI/gpt-neox/issues/1003",
-        family="bad_buffer",
-        trap="finite and wrong",
-        tool="none: compare with a reference",
-        lesson="06_fp16_overflow",
-        tolerance=1e-3,
-        story="half() also converts the buffer, and angles of a thousand radians are then rounded to whole ones: the "
-        "cosines of far positions are noise. Finite is not right. Keep angles in float32, round the result.",
-        difficulty=3,
     )
 )

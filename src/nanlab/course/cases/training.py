@@ -80,68 +80,76 @@ CASES.append(
 )
 
 
-# -- pt-46849 --------------------------------------------------------------------------------------------------------
-def clipped_step():
-    scorer = nn.Linear(2, 1)
-    nn.init.constant_(scorer.weight, 0.1)
-    optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
-    x, importance = torch.tensor([[0.5, 1.0], [12.0, 0.2], [1.5, 0.5]]), torch.tensor([1.0, 1e38, 1.0])
+# -- habitat-lab-2226 ------------------------------------------------------------------------------------------------
+def ppo_update():
+    actor, critic = nn.Linear(4, 3), nn.Linear(4, 1)
+    nn.init.zeros_(critic.weight), nn.init.zeros_(critic.bias)
+    observations, returns = torch.randn(6, 4), torch.zeros(6)  # nothing was won or lost in this batch
+    actions, advantages = torch.randint(3, (6,)), torch.randn(6)
+    parameters = [*actor.parameters(), *critic.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
 
     def step():
-        scores = scorer(x)[:, 0]
-        loss = (importance * scores.abs()).mean()
+        log_probs = F.log_softmax(actor(observations), -1)[range(6), actions]
+        value_loss = torch.sqrt((critic(observations)[:, 0] - returns).square().mean())
+        loss = 0.5 * value_loss - (advantages * log_probs).mean()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(scorer.parameters(), max_norm=1.0)
+        print(f"loss {loss:.4f}, gradient of the actor {actor.weight.grad.norm():.4f}")
+        nn.utils.clip_grad_norm_(parameters, 0.2)
         optimizer.step()
-        return {"loss": loss, "grad_norm": norm, "weight": scorer.weight}
+        return {"actor": actor.weight, "critic": critic.weight}
 
     return step
 
 
-def clipped_step_fixed():
-    scorer = nn.Linear(2, 1)
-    nn.init.constant_(scorer.weight, 0.1)
-    optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
-    x, importance = torch.tensor([[0.5, 1.0], [12.0, 0.2], [1.5, 0.5]]), torch.tensor([1.0, 1e38, 1.0])
+def ppo_update_fixed():
+    actor, critic = nn.Linear(4, 3), nn.Linear(4, 1)
+    nn.init.zeros_(critic.weight), nn.init.zeros_(critic.bias)
+    observations, returns = torch.randn(6, 4), torch.zeros(6)
+    actions, advantages = torch.randint(3, (6,)), torch.randn(6)
+    parameters = [*actor.parameters(), *critic.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
 
     def step():
-        loss = (importance.clamp(max=10) * scorer(x)[:, 0].abs()).mean()  # truncated importance weights
+        log_probs = F.log_softmax(actor(observations), -1)[range(6), actions]
+        value_loss = torch.linalg.vector_norm(critic(observations)[:, 0] - returns) / 6**0.5  # its slope at 0 is 0
+        loss = 0.5 * value_loss - (advantages * log_probs).mean()
         loss.backward()
-        nn.utils.clip_grad_norm_(scorer.parameters(), max_norm=1.0, error_if_nonfinite=True)
+        nn.utils.clip_grad_norm_(parameters, 0.2, error_if_nonfinite=True)  # and stop rather than spread
         optimizer.step()
-        return {"loss": loss, "weight": scorer.weight}
+        return {"actor": actor.weight, "critic": critic.weight}
 
     return step
 
 
-def clipped_step_reference():
-    """By hand, in float64: the gradient is the weighted mean of the rows, cut to length 1."""
+def ppo_update_reference():
+    """By hand, in float64: the critic is right already, and the actor's gradient is cut to length 0.2."""
     torch.manual_seed(0)
-    bias = nn.Linear(2, 1).bias.item()
-    x, importance = torch.tensor([[0.5, 1.0], [12.0, 0.2], [1.5, 0.5]]).double(), torch.tensor([1.0, 10, 1]).double()
-    weight, signs = torch.full((2,), 0.1).double(), (x.sum(1) * 0.1 + bias).sign()
-    slope, slope_of_bias = importance * signs @ x / 3, (importance * signs).mean()
-    length = (slope.square().sum() + slope_of_bias**2).sqrt().clamp(min=1)
-    return {"loss": (importance * (x @ weight + bias).abs()).mean(), "weight": (weight - 0.1 * slope / length)[None]}
+    actor, _ = nn.Linear(4, 3).double(), nn.Linear(4, 1)
+    x, actions, advantages = torch.randn(6, 4).double(), torch.randint(3, (6,)), torch.randn(6).double()
+    error = (torch.softmax(actor(x), -1) - torch.eye(3).double()[actions]) * advantages[:, None] / 6
+    slope, slope_of_bias = error.T @ x, error.sum(0)
+    length = (slope.square().sum() + slope_of_bias.square().sum()).sqrt()
+    return {"actor": actor.weight - 0.1 * slope * min(1, 0.2 / length), "critic": torch.zeros(1, 4)}
 
 
 CASES.append(
     Case(
-        id="pt-46849",
+        id="habitat-lab-2226",
         title="Clipping was meant to protect me",
-        symptom="I clip at norm 1, so no batch should be able to do much. After a batch with one extreme importance "
-        "weight the layer is nan; its loss was large, but a number.",
-        broken=clipped_step,
-        fixed=clipped_step_fixed,
-        reference=clipped_step_reference,
-        cause="overflow",
+        symptom="PPO, days of it, gradients clipped at norm 0.2. Then a batch in which nothing happened: the loss is a "
+        "number, the gradient of the actor is too, and after the step actor and critic both are nan.",
+        broken=ppo_update,
+        fixed=ppo_update_fixed,
+        reference=ppo_update_reference,
+        cause="gradient_at_edge",
         phase="backward",
-        line="scores = scorer(x)[:, 0]",
-        link="https://github.com/pytorch/pytorch/issues/46849",
+        line="value_loss = torch.sqrt((critic(observations)[:, 0] - returns).square().mean())",
+        link="https://github.com/facebookresearch/habitat-lab/issues/2226",
         family="clip_spreads",
-        story="The gradient of the weight overflowed, so the norm is inf. Dividing by it makes nan of what is inf "
-        "and 0 of all the rest, and the step is taken. Clipping bounds large numbers; what is not finite needs "
-        "a check before it.",
+        story="In the report one nan in one gradient went through clip_grad_norm_ and destroyed every parameter: the "
+        "common norm is nan, and all are divided by it. Here it is born in the slope of a root at 0. Clipping "
+        "is no guard; error_if_nonfinite=True is one.",
         difficulty=3,
     )
 )
