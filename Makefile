@@ -43,3 +43,6 @@ doors: setup
 
 student: setup
 	$(BIN)/python -m tools.student
+
+slides: setup
+	$(BIN)/python -m tools.slides

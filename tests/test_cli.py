@@ -110,6 +110,88 @@ def test_check_says_what_is_missing_or_too_old(monkeypatch, capsys):
     assert "missing" in failed[1]
 
 
+# --- check --all: is a room's machine ready -------------------------------------------------------------------------
+
+
+def room_lines(capsys):
+    lines = capsys.readouterr().out.splitlines()
+    return {line.split()[1]: line for line in lines if line.startswith(("ok ", "FAIL"))}
+
+
+def test_check_all_does_what_a_lesson_does(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", "--all"]) == 0
+    lines = room_lines(capsys)
+    assert {"torch", "imports", "memory", "disk", "training", "locate", "plots", "kernel"} <= set(lines)
+    before, after = lines["training"].split("loss ")[1].split(" in")[0].split(" → ")
+    assert float(after) < float(before)
+    assert not list(tmp_path.iterdir())
+
+
+def _no_kernel(patch):
+    patch.setattr(sys, "executable", "another-python")
+
+
+def _no_memory(patch):
+    import psutil
+
+    patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 0.4e9}))
+
+
+def _no_disk(patch):
+    import shutil
+
+    patch.setattr(shutil, "disk_usage", lambda path: type("Disk", (), {"free": 0.1e9}))
+
+
+def _no_package(patch):
+    patch.setitem(sys.modules, "nbconvert", None)
+
+
+def _no_letters(patch):
+    import matplotlib
+
+    patch.setitem(matplotlib.rcParams, "font.sans-serif", ["cmr10"])
+    patch.setitem(matplotlib.rcParams, "font.family", ["cmr10"])
+
+
+def _no_training(patch):
+    from nanlab import trainers
+
+    patch.setattr(trainers.TPOTrainer, "evaluate", lambda self: {"eval_loss": float("nan")})
+
+
+def _no_locate(patch):
+    import nanlab
+
+    patch.setattr(nanlab, "locate", lambda step: type("Report", (), {"cause": "unknown"}), raising=False)
+
+
+TROUBLES = {
+    "kernel": (_no_kernel, "ipykernel install --sys-prefix"),
+    "memory": (_no_memory, "0.4 GB of memory are free"),
+    "disk": (_no_disk, "0.1 GB of disk are free"),
+    "imports": (_no_package, "pip install nbconvert"),
+    "plots": (_no_letters, "pip install --force-reinstall matplotlib"),
+    "training": (_no_training, "should be finite and fall"),
+    "locate": (_no_locate, "was called 'unknown'"),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_check_all_names_what_is_wrong_and_goes_on(name, monkeypatch, capsys):
+    from nanlab.course import room
+
+    spoil, words = TROUBLES[name]
+    spoil(monkeypatch)
+    monkeypatch.setattr(room, "CHECKS", {name: room.CHECKS[name], "last": lambda: "came here"})
+    assert cli.main(["check", "--all"]) == 1
+    lines = room_lines(capsys)
+    assert lines[name].startswith("FAIL")
+    assert words in lines[name]
+    assert lines["last"] == "ok    last          came here"
+
+
 BAD = {
     "no command": [],
     "unknown command": ["chekc"],

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,15 +41,24 @@ class Line(NamedTuple):
 
 
 def _check(args: argparse.Namespace) -> int:
-    lines = [*_versions(), *_devices()]
+    lines = []
+    for line in _lines(args.all):
+        lines.append(line)
+        if not args.json:  # at once: with --all the next one may take a while
+            state, advice = ("FAIL", f"  → {line.problem}") if line.problem else ("ok", "")
+            print(f"{state:4}  {line.name:12}  {line.value}{advice}", flush=True)
     if args.json:
         print(json.dumps([line._asdict() for line in lines]))
-    else:
-        width = max(len(line.name) for line in lines)
-        for line in lines:
-            state = "FAIL" if line.problem else "ok"
-            print(f"{state:4}  {line.name:{width}}  {line.value}" + (f"  → {line.problem}" if line.problem else ""))
     return FOUND if any(line.problem for line in lines) else NOTHING
+
+
+def _lines(everything: bool) -> Iterator[Line]:
+    yield from _versions()
+    yield from _devices()
+    if everything:
+        from nanlab.course import room
+
+        yield from (Line(*row) for row in room.checks())
 
 
 def _versions() -> list[Line]:
@@ -215,10 +224,11 @@ def _run(args: argparse.Namespace) -> int:
 
 # ---------------------------------------------------------------------------------------------------------------- main
 
+_ALL = (("--all",), {"action": "store_true", "help": "also import, train, plot, start a kernel: is the room ready?"})
 _JSON = (("--json",), {"action": "store_true", "help": "print JSON"})
 
 COMMANDS = (
-    Command("check", "environment, device and versions, one line each", (_JSON,), _check),
+    Command("check", "environment, device and versions, one line each", (_ALL, _JSON), _check),
     Command(
         "preflight",
         "faults of a data set and its set-up, before training",
