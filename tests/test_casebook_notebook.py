@@ -1,0 +1,283 @@
+"""The exam: what the paper says to answers of every kind, and the notebook with the right answers filled in."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from nanlab.course import exam as paper_module
+from nanlab.course.cases import CASES, TRAPS, exam
+from nanlab.course.exam import CHOICES, HINTS, PARTS, Note, Paper, escape, grade, statement
+from nanlab.errors import InputError
+from nanlab.tracing.causes import CAUSES
+
+PATH = Path(__file__).resolve().parents[1] / "notebooks" / "12_casebook.ipynb"
+EXAMPLE = "miles-1363"
+
+
+def right_answer(case):
+    return {"cause": case.trap or case.cause, "phase": case.phase, "line": case.number}
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def paper():
+    return Paper([case for case in CASES if case.id == EXAMPLE])
+
+
+@pytest.fixture
+def says(paper, capsys):
+    """What the check prints to an answer to the worked example: overflow, forward, line 7."""
+
+    def say(**answer):
+        passed = paper.check(1, answer)
+        text = capsys.readouterr().out
+        assert passed == text.startswith("Case 1: Right")
+        assert text.count("\n") == 1, "one line"
+        return text.removeprefix("Case 1: ").strip()
+
+    return say
+
+
+# --- what is said to an answer --------------------------------------------------------------------------------------
+
+
+def test_a_right_answer_is_right_and_spelling_is_taken_kindly(says):
+    assert says(cause="overflow", phase="forward", line=7) == "Right: overflow, forward, line 7."
+    assert says(cause=" Overflow", phase="FORWARD", line="7") == "Right: overflow, forward, line 7."
+
+
+def test_an_open_answer_is_no_failure_and_no_answer(says, paper):
+    assert says(cause="", phase="", line=0) == says() == "not answered yet."
+    assert says(cause="overflow", phase="", line=0) == "still open: phase and line."
+    assert says(cause="finite and wrong", phase="", line=0) == "still open: line.", "a trap needs no phase"
+    assert not paper.first
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (("overflow", "forward", 9), "The cause and the phase are right. Not line 9: look further up."),
+        (("overflow", "forward", 2), "The cause and the phase are right. Not line 2: look further down."),
+        (("overflow", "backward", 7), "The cause and the line are right. The phase is another one."),
+        (("bad_input", "forward", 7), "The phase and the line are right. The cause is another one."),
+        (("bad_input", "data", 7), "The line is right. The cause is another one. The phase is another one."),
+        (("bad_input", "data", 2), "No part is right yet. Not line 2: look further down."),
+        (
+            ("zero_times_inf", "forward", 9),
+            "The phase is right. The cause is another one. That may come later; where does the inf come from? "
+            "Not line 9: look further up.",
+        ),
+        (("finite and wrong", "", 7), "The line is right. The cause is another one. The phase is another one."),
+    ],
+)
+def test_a_wrong_answer_hears_which_parts_are_right(says, answer, expected):
+    said = says(**dict(zip(PARTS, answer, strict=True)))
+    assert said == f"Not yet. {expected}"
+    wrong = {"overflow", "forward", "line 7"} - {str(answer[0]), str(answer[1]), f"line {answer[2]}"}
+    assert not any(truth in said for truth in wrong), "and not the answer"
+
+
+def test_a_slip_is_named_with_what_is_possible(says, paper):
+    said = says(cause="zero_over_zer", phase="forward", line=7)
+    assert said.startswith("'zero_over_zer' is not on the list of causes. Did you mean 'zero_over_zero'? The list: ")
+    assert all(cause in said for cause in (*CAUSES.keys() - {"unknown"}, *TRAPS))
+    assert says(cause="something else", phase="forward", line=7).startswith("'something else' is not on the list")
+    assert says(cause="overflow", phase="fwd", line=7).endswith("The list: data, state, forward, backward, optimizer.")
+    for line in (14, -1, 7.5, "seven", None):
+        assert says(cause="overflow", phase="forward", line=line) == f"line is a number from 1 to 13, not {line!r}."
+    assert "'lines' is none of them" in says(cause="overflow", phase="forward", lines=7)
+    assert not paper.check(1, "overflow")
+    assert not paper.first
+
+
+def test_any_line_of_a_statement_is_its_line():
+    code = "def f(x):\n    y = g(\n        x,\n    )\n    if y:\n        return (\n            y)\n"
+    assert [list(statement(code, n)) for n in (1, 2, 4, 5, 7)] == [[1], [2, 3, 4], [2, 3, 4], [5], [6, 7]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_the_right_answer_of_every_case_is_accepted(case):
+    assert grade(case, right_answer(case)) == dict.fromkeys(PARTS, True)
+    assert right_answer(case)["cause"] in CHOICES["cause"]
+    if case.trap:
+        assert grade(case, {"cause": case.trap, "line": case.number}) == dict.fromkeys(PARTS, True)
+        others = [trap for trap in TRAPS if trap != case.trap]
+        assert not any(grade(case, {"cause": trap, "line": case.number})["cause"] for trap in others)
+    assert sum(grade(case, {**right_answer(case), "line": n})["line"] for n in range(case.code.count("\n") + 1)) <= 8
+
+
+def test_the_hints_are_about_causes_that_exist():
+    for answers, causes, text in HINTS:
+        assert answers <= set(CAUSES)
+        assert causes <= set(CHOICES["cause"])
+        assert text
+
+
+# --- the paper ------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_that_is_not_on_the_paper_is_named(paper):
+    for call in (paper.post, paper.reveal, lambda number: paper.check(number, {})):
+        with pytest.raises(InputError, match="no case 2: this paper has cases 1 to 1"):
+            call(2)
+
+
+def test_nothing_is_revealed_before_an_answer(paper, capsys):
+    case = paper.case(1)
+    paper.reveal(1)
+    assert capsys.readouterr().out == (
+        "Case 1: answer first. Stuck? Add give_up=True to this call; it counts as no answer.\n"
+    )
+    paper.check(1, {"cause": "bad_input", "phase": "forward", "line": 7})
+    capsys.readouterr()
+    paper.reveal(1)
+    said = flat(capsys.readouterr().out)
+    for part in ("overflow in forward, line 7", case.line, "locate: overflow", "at line 7", case.story, case.link):
+        assert flat(part) in said
+    assert flat(case.fix_code) in said
+    assert ".py:" not in said, "lines are those that the reader sees"
+    paper.check(1, {"cause": "overflow", "phase": "forward", "line": 7})
+    assert "the score keeps the answer you had" in capsys.readouterr().out
+    assert list(paper.states()) == [
+        ("overflow", "missed"),
+        ("overflow", "right at once"),
+        ("overflow", "right at once"),
+    ]
+
+
+def test_first_and_later_answers_are_told_apart(paper):
+    assert list(paper.states()) == [("open, difficulty 2", "open")] * 3
+    paper.check(1, {"cause": "overflow", "phase": "backward", "line": 9})
+    assert list(paper.states()) == [("open, difficulty 2", "open")] * 3, "the cause would give the case away"
+    paper.check(1, {"cause": "overflow", "phase": "forward", "line": 7})
+    assert [state for _, state in paper.states()] == ["right at once", "right later", "right later"]
+
+
+def test_giving_up_reveals_and_counts_as_nothing(paper, capsys):
+    paper.reveal(1, give_up=True)
+    assert "The story" in capsys.readouterr().out
+    assert list(paper.states()) == [("overflow", "missed")] * 3
+
+
+def test_the_score_names_the_weak_cause_and_its_lesson(monkeypatch, capsys):
+    alts = []
+    monkeypatch.setattr(paper_module.plots, "show", lambda fig, alt: alts.append((fig, alt)))
+    paper = Paper(exam(0))
+    paper.score()
+    assert "0 of 36 parts right at once, 0 later, 0 missed, 36 open." in capsys.readouterr().out
+    for number, case in enumerate(paper.cases, 1):
+        paper.check(number, right_answer(case))
+    capsys.readouterr()
+    paper.score()
+    assert capsys.readouterr().out == "36 of 36 parts right at once, 0 later, 0 missed, 0 open.\n"
+    paper.first[1] = {**paper.first[1], "line": False}
+    paper.score()
+    case = paper.case(1)
+    said = capsys.readouterr().out
+    assert "35 of 36 parts right at once, 1 later" in said
+    assert re.search(rf"^  {case.trap or case.cause}: \d of \d at once; read .*{case.lesson}\.ipynb", said, re.M)
+    figure, alt = alts[-1]
+    assert figure.axes[0].get_yticklabels()[0].get_text() == (case.trap or case.cause), "the weakest comes first"
+    assert "1 right later" in alt
+    assert sum(bar.get_width() for bar in figure.axes[0].patches) == 36
+
+
+def test_markdown_shows_text_as_it_is():
+    assert escape("a*b <unk> max_len $x$") == r"a\*b \<unk\> max\_len \$x\$"
+    assert escape("see https://x.org/a_b") == "see https://x.org/a_b"
+    assert escape("notebooks/04_log_of_zero.ipynb") == r"[04\_log\_of\_zero](04_log_of_zero.ipynb)"
+    note = Note((("Log", "text", "loss nan"),))
+    assert note._repr_markdown_() == "**Log**\n\n```text\nloss nan\n```"
+    assert repr(note) == "Log\n    loss nan"
+
+
+# --- the draw -------------------------------------------------------------------------------------------------------
+
+
+def test_every_seed_draws_twelve_of_mixed_difficulty_with_traps():
+    drawn = [exam(seed) for seed in range(200)]
+    for cases in drawn:
+        assert len({case.id for case in cases}) == 12
+        assert {case.difficulty for case in cases} == {1, 2, 3}
+        assert sum(bool(case.trap) for case in cases) >= 2
+        assert EXAMPLE not in {case.id for case in cases}, "it is worked out in the notebook"
+    papers = [frozenset(case.id for case in cases) for cases in drawn]
+    assert len(set(papers)) > 190
+    assert {case.id for case in CASES} - frozenset().union(*papers) == {EXAMPLE}, "every other case is drawn by a seed"
+    assert [c.id for c in exam(3)] == [c.id for c in exam(3)]
+
+
+# --- the notebook ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    return nbformat.read(PATH, as_version=4)
+
+
+def printed(cell) -> str:
+    return flat("".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") + "\n" for o in cell.outputs))
+
+
+def cells(notebook, form):
+    return {int(m[1]): cell for cell in notebook.cells if (m := re.search(form, cell.source))}
+
+
+def test_it_is_the_exam_of_seed_0_and_gives_nothing_away(notebook):
+    titles = {n: cell.source for n, cell in cells(notebook, r"^### Case (\d+): ").items()}
+    assert titles == {n: f"### Case {n}: {case.title}" for n, case in enumerate(exam(0), 1)}
+    answers = cells(notebook, r"^answer_(\d+) = ")
+    assert len(answers) == 12
+    for number, cell in answers.items():
+        assert (
+            cell.source
+            == f'answer_{number} = dict(cause="", phase="", line=0)\n_ = paper.check({number}, answer_{number})'
+        )
+        assert printed(cell) == f"Case {number}: not answered yet."
+    for number, cell in cells(notebook, r"^paper\.reveal\((\d+)\)$").items():
+        assert printed(cell).startswith(f"Case {number}: answer first.")
+    shown = " ".join(printed(cell) for cell in notebook.cells if cell.cell_type == "code")
+    assert not [case.id for case in exam(0) if flat(case.story) in shown or flat(case.link) in shown]
+
+
+def test_it_lists_every_cause_phase_and_trap(notebook):
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for name in (*CHOICES["cause"], *CHOICES["phase"]):
+        assert text.count(f"| `{name}` |") == 1, name
+
+
+def test_with_the_right_answers_it_scores_in_full_and_tells_every_story(notebook):
+    filled = nbformat.from_dict(notebook)
+    drawn = exam(0)
+    for number, cell in cells(filled, r"^answer_(\d+) = ").items():
+        cell.source = cell.source.replace('dict(cause="", phase="", line=0)', repr(right_answer(drawn[number - 1])))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    client = NotebookClient(filled, timeout=300, kernel_name="python3", resources={"metadata": {"path": PATH.parent}})
+    client.execute(env=environment)
+    for number, cell in cells(filled, r"^answer_(\d+) = ").items():
+        assert printed(cell).startswith(f"Case {number}: Right: ")
+    reveals = cells(filled, r"^paper\.reveal\((\d+)\)$")
+    assert len(reveals) == 12
+    for number, cell in reveals.items():
+        case = drawn[number - 1]
+        for part in (
+            case.story,
+            case.fix_code,
+            case.link,
+            "→ the same within",
+            case.line,
+            paper_module.SAID[case.tool],
+        ):
+            assert flat(part) in printed(cell), (case.id, part)
+    score = next(cell for cell in filled.cells if cell.source == "paper.score()")
+    assert "36 of 36 parts right at once, 0 later, 0 missed, 0 open." in printed(score)
+    assert any("image/png" in output.get("data", {}) for output in score.outputs)
