@@ -461,3 +461,144 @@ CASES.append(
         difficulty=2,
     )
 )
+
+
+# -- balanced-loss-12 ------------------------------------------------------------------------------------------------
+def class_balanced_loss():
+    logits, labels = torch.randn(5, 4, requires_grad=True), torch.tensor([3, 0, 3, 0, 1])
+    samples_per_class = torch.tensor([310.0, 17.0, 0.0, 725.0])
+
+    def step():
+        effective = (1 - 0.999**samples_per_class) / (1 - 0.999)
+        weights = 1 / effective
+        weights = weights / weights.sum() * len(weights)
+        loss = F.cross_entropy(logits, labels, weight=weights)
+        loss.backward()
+        return {"loss": loss}
+
+    return step
+
+
+def class_balanced_loss_fixed():
+    logits, labels = torch.randn(5, 4, requires_grad=True), torch.tensor([3, 0, 3, 0, 1])
+    samples_per_class = torch.tensor([310.0, 17.0, 0.0, 725.0])
+
+    def step():
+        seen = samples_per_class > 0  # a class without a sample has no say in the loss, and no weight
+        effective = (1 - 0.999 ** samples_per_class[seen]) / (1 - 0.999)
+        weights = torch.zeros(4)
+        weights[seen] = 1 / effective
+        loss = F.cross_entropy(logits, labels, weight=weights / weights.sum() * len(weights))
+        loss.backward()
+        return {"loss": loss}
+
+    return step
+
+
+def class_balanced_loss_reference():
+    """The weighted mean by hand, in float64; a common factor of the weights cancels."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(5, 4).double(), [3, 0, 3, 0, 1]
+    weight = {k: 1 / (1 - 0.999**n) for k, n in {0: 310, 1: 17, 3: 725}.items()}
+    losses = [logits[i].exp().sum().log() - logits[i, k] for i, k in enumerate(labels)]
+    return {"loss": sum(weight[k] * x for k, x in zip(labels, losses, strict=True)) / sum(weight[k] for k in labels)}
+
+
+CASES.append(
+    Case(
+        id="balanced-loss-12",
+        title="A dry run on a tenth of the data",
+        symptom="With all the data the class-balanced loss is fine. On a sample of it, for a quick try, the loss is "
+        "nan from the first batch on. The labels in the sample are all valid.",
+        broken=class_balanced_loss,
+        fixed=class_balanced_loss_fixed,
+        reference=class_balanced_loss_reference,
+        cause="division_by_zero",
+        phase="forward",
+        line="weights = 1 / effective",
+        link="https://github.com/fcakyon/balanced-loss/pull/12",
+        family="division_by_count",
+        tolerance=1e-4,
+        story="One class does not occur in the sample: its weight is 1/0 = inf, and normalising makes nan, inf/inf, "
+        "of it and 0 of all others. A count can be 0; say what a class without a sample weighs.",
+        difficulty=1,
+    )
+)
+
+
+# -- stable-baselines3-325 -------------------------------------------------------------------------------------------
+def normalised_minibatches():
+    policy = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    observations, actions, advantages = torch.randn(9, 3), torch.randint(2, (9,)), torch.randn(9)
+
+    def step():
+        for picked in torch.arange(9).split(4):
+            adv = advantages[picked]
+            adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+            log_probs = F.log_softmax(policy(observations[picked]), -1).gather(-1, actions[picked, None])[:, 0]
+            loss = -(adv * log_probs).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(f"policy loss {loss:.4f}")
+        return {"weight": policy.weight}
+
+    return step
+
+
+def normalised_minibatches_fixed():
+    policy = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    observations, actions, advantages = torch.randn(9, 3), torch.randint(2, (9,)), torch.randn(9)
+
+    def step():
+        for picked in torch.arange(9).split(4):
+            if len(picked) < 2:  # one number has no spread: there is nothing to compare it with
+                continue
+            adv = advantages[picked]
+            adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+            log_probs = F.log_softmax(policy(observations[picked]), -1).gather(-1, actions[picked, None])[:, 0]
+            loss = -(adv * log_probs).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return {"weight": policy.weight}
+
+    return step
+
+
+def normalised_minibatches_reference():
+    """Two steps by hand, in float64: the slope of −a · log softmax is a · (p − one-hot)."""
+    torch.manual_seed(0)
+    policy = nn.Linear(3, 2).double()
+    weight, bias = policy.weight.detach(), policy.bias.detach()
+    x, actions, advantages = torch.randn(9, 3).double(), torch.randint(2, (9,)), torch.randn(9).double()
+    for rows in (slice(0, 4), slice(4, 8)):
+        a = advantages[rows] - advantages[rows].mean()
+        a = a / (a.square().sum() / 3).sqrt()
+        error = a[:, None] * (torch.softmax(x[rows] @ weight.T + bias, -1) - torch.eye(2).double()[actions[rows]])
+        weight, bias = weight - 0.1 * error.T @ x[rows] / 4, bias - 0.1 * error.mean(0)
+    return {"weight": weight}
+
+
+CASES.append(
+    Case(
+        id="stable-baselines3-325",
+        title="nan at the end of the epoch",
+        symptom="PPO with a rollout buffer of odd size. All minibatches of the epoch are fine, the very last one has a "
+        "loss of nan, and with it the policy is gone. There is an eps in the denominator.",
+        broken=normalised_minibatches,
+        fixed=normalised_minibatches_fixed,
+        reference=normalised_minibatches_reference,
+        cause="zero_over_zero",
+        phase="forward",
+        op="std",
+        line="adv = (adv - adv.mean()) / (adv.std() + 1e-8)",
+        link="https://github.com/DLR-RM/stable-baselines3/issues/325",
+        family="zero_std_0_0",
+        story="The last minibatch has one element. std divides by n − 1 = 0, so it is 0/0 before any eps is added. "
+        "Drop the remainder, or leave a group of one as it is.",
+        difficulty=2,
+    )
+)

@@ -359,3 +359,63 @@ CASES.append(
         difficulty=3,
     )
 )
+
+
+# -- nemo-rl-4154 ----------------------------------------------------------------------------------------------------
+def keep_top(logits, k):
+    lowest = logits.topk(k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < lowest, -torch.inf)
+
+
+def sampling_mismatch():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.5, 2.5, 0.4, 0.0], [1.0, 0.0, 3.0, 2.0]])
+    tokens, generated = torch.tensor([0, 2, 2]), torch.tensor([-0.3, -2.2, -0.4])  # by another engine
+
+    def step():
+        log_probs = keep_top(logits, k=2).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        mask = log_probs.isfinite().float()
+        error = (log_probs - generated).abs() * mask
+        return {"mean |error|": error.sum() / mask.sum()}
+
+    return step
+
+
+def sampling_mismatch_fixed():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.5, 2.5, 0.4, 0.0], [1.0, 0.0, 3.0, 2.0]])
+    tokens, generated = torch.tensor([0, 2, 2]), torch.tensor([-0.3, -2.2, -0.4])
+
+    def step():
+        log_probs = keep_top(logits, k=2).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        mask = log_probs.isfinite()
+        error = (log_probs[mask] - generated[mask]).abs()  # selected, not multiplied
+        return {"mean |error|": error.mean()}
+
+    return step
+
+
+def sampling_mismatch_reference():
+    """By hand: the two tokens that are among the best two of their row."""
+    first, third = -math.log(1 + math.exp(-1)), -math.log(1 + math.exp(-1))
+    return {"mean |error|": (abs(first + 0.3) + abs(third + 0.4)) / 2}
+
+
+CASES.append(
+    Case(
+        id="nemo-rl-4154",
+        title="It is masked, I swear",
+        symptom="RL with top-k sampling. The sampler and the trainer sometimes disagree on which tokens are the top k. "
+        "I mask those tokens out of every average, and the averages are nan.",
+        broken=sampling_mismatch,
+        fixed=sampling_mismatch_fixed,
+        reference=sampling_mismatch_reference,
+        parts=(keep_top,),
+        cause="zero_times_inf",
+        phase="forward",
+        line="error = (log_probs - generated).abs() * mask",
+        link="https://github.com/NVIDIA-NeMo/RL/pull/4154",
+        family="nan_times_zero_mask",
+        story="A token outside the top k has a log-prob of −inf, and inf · 0 is nan: multiplying by a mask does not "
+        "remove what is not finite. Index, or use where before the value is used.",
+        difficulty=2,
+    )
+)

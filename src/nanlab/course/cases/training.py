@@ -404,3 +404,71 @@ CASES.append(
         difficulty=2,
     )
 )
+
+
+# -- deepethogram-15 -------------------------------------------------------------------------------------------------
+def behaviour_classifier():
+    counts = torch.tensor([[120.0, 880.0], [35.0, 965.0], [0.0, 1000.0]])  # frames with a behaviour, and without
+    head = nn.Linear(6, 3)
+    head.bias = nn.Parameter((counts[:, 0] / counts[:, 1]).log())  # start from the base rates
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    features, present = torch.randn(10, 6), torch.tensor([[1.0, 0.0, 0.0]] * 10)
+
+    def step():
+        logits = head(features)
+        loss = F.binary_cross_entropy_with_logits(logits, present)
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss, "bias": head.bias}
+
+    return step
+
+
+def behaviour_classifier_fixed():
+    counts = torch.tensor([[120.0, 880.0], [35.0, 965.0], [0.0, 1000.0]])
+    head = nn.Linear(6, 3)
+    head.bias = nn.Parameter(((counts[:, 0] + 1) / (counts[:, 1] + 1)).log())  # one more of each: no rate is 0
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    features, present = torch.randn(10, 6), torch.tensor([[1.0, 0.0, 0.0]] * 10)
+
+    def step():
+        logits = head(features)
+        loss = F.binary_cross_entropy_with_logits(logits, present)
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss, "bias": head.bias}
+
+    return step
+
+
+def behaviour_classifier_reference():
+    """One step by hand, in float64: −log of the probability of what was seen, and its slope p − seen."""
+    torch.manual_seed(0)
+    weight, features = nn.Linear(6, 3).weight.detach().double(), torch.randn(10, 6).double()
+    bias = torch.tensor([121 / 881, 36 / 966, 1 / 1001], dtype=torch.float64).log()
+    p, present = 1 / (1 + (-(features @ weight.T) - bias).exp()), torch.tensor([1.0, 0, 0]).double()
+    loss = -torch.where(present > 0, p, 1 - p).log().mean()
+    return {"loss": loss, "bias": bias - 0.1 * (p - present).mean(0) / 3}
+
+
+CASES.append(
+    Case(
+        id="deepethogram-15",
+        title="Not a single example of one behaviour",
+        symptom="I start the classifier from the base rates of the training set, so that it need not learn them. In "
+        "one project the first loss is nan already, in all others this works.",
+        broken=behaviour_classifier,
+        fixed=behaviour_classifier_fixed,
+        reference=behaviour_classifier_reference,
+        cause="bad_state",
+        phase="state",
+        op="parameter bias",
+        line="logits = head(features)",
+        link="https://github.com/jbohnslav/deepethogram/issues/15",
+        family="bad_weights",
+        story="A behaviour that never occurs has a rate of 0, and its bias is log 0 = −inf: the model is broken "
+        "before the first batch. Look at every parameter after an initialisation of your own, and never start "
+        "from certainty.",
+        difficulty=2,
+    )
+)
