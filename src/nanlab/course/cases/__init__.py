@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import random
 
-from nanlab.course.cases import adapters, data, divisions, logs, metrics, training
+from nanlab.course.cases import (
+    adapters,
+    data,
+    divisions,
+    filters,
+    logs,
+    masks,
+    metrics,
+    models,
+    optimizers,
+    precision,
+    scores,
+    tokens,
+    training,
+)
 from nanlab.course.cases.frame import PHASES, TOOLS, TRAPS, Case
 
 __all__ = ["CASES", "PHASES", "TOOLS", "TRAPS", "Case", "exam"]
 
-MODULES = (divisions, data, logs, training, adapters, metrics)
+MODULES = (
+    divisions,
+    data,
+    logs,
+    training,
+    adapters,
+    metrics,
+    masks,
+    scores,
+    precision,
+    optimizers,
+    models,
+    filters,
+    tokens,
+)
 CASES: list[Case] = [case for module in MODULES for case in module.CASES]
 
 
