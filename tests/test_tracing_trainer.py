@@ -287,3 +287,51 @@ def test_trl_grpo_with_generation_in_the_step(tmp_path):
     assert not located(make(GRPOTrainer)).found
     report = located(make(GroupStd))
     assert (report.cause, report.source, report.batch) == ("zero_over_zero", line("spread of the user"), 0)
+
+
+def test_rows_of_a_concatenated_batch_are_rows_of_the_dataset_too(tmp_path):
+    tpo = pytest.importorskip("trl.experimental.tpo")
+    options = arguments(tmp_path, tpo.TPOConfig, max_length=16)
+    trainer = tpo.TPOTrainer(
+        make_model(), args=options, train_dataset=preferences(), eval_dataset=preferences(long=(4, 5)),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    report = located(trainer, "eval")
+    assert (report.batch, report.rows, report.length, report.examples) == (2, [0, 1, 2, 3, 4, 5], 6, [4, 5])
+    assert [text.split(": ")[0] for text in report.texts.values()] == ["chosen", "chosen", "rejected", "rejected"]
+    assert "rows 0, 1, 2, 3, 4, 5 (from 0; there are 6), which are rows 4, 5 of the dataset" in str(report)
+
+
+def test_shuffled_rows_are_found_again_in_the_dataset(tmp_path):
+    options = arguments(tmp_path, per_device_train_batch_size=4, seed=3)
+    trainer = LogTrainer(make_model(), options, train_dataset=rows(), processing_class=make_tokenizer())
+    report = located(trainer)
+    assert report.examples == [5]  # token 8 is that of row 5
+    assert [trainer.train_dataset[i]["input_ids"][0] for i in report.examples] == [8]
+
+
+def test_a_bad_entry_of_a_trainers_batch_has_its_name_and_its_row(tmp_path):
+    class Weighted(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            weight = inputs.pop("weight")
+            outputs = model(**inputs)
+            return (outputs.loss * weight).mean()
+
+    weights = [1.0, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 1.0]
+    data, options = rows().add_column("weight", weights), arguments(tmp_path, remove_unused_columns=False)
+    report = located(Weighted(make_model(), options, train_dataset=data, processing_class=make_tokenizer()))
+    assert (report.cause, report.op, report.examples) == ("bad_input", "batch weight", [3])
+
+
+def test_orpo_texts_are_one_part_each_with_its_name(tmp_path):
+    orpo = pytest.importorskip("trl.experimental.orpo")
+    options = arguments(tmp_path, orpo.ORPOConfig, max_length=16, bf16=False, remove_unused_columns=False)
+    data = preferences(long=(4, 5)).remove_columns("reference")
+    trainer = orpo.ORPOTrainer(
+        make_model(), args=options, train_dataset=data, eval_dataset=data, processing_class=make_tokenizer()
+    )
+    report = located(trainer, "eval")
+    assert (report.cause, report.rows, report.examples) == ("empty_mean", [0, 1, 2, 3], [4, 5])
+    assert report.texts[0].startswith("chosen: w4 w4")
+    assert report.texts[3].startswith("rejected: w5 w5")
+    assert all(" | " not in text and len(text) < 110 for text in report.texts.values())

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LARGEST = 1 << 22  # elements; a larger operation that overflowed is not done again in float64
+LARGEST = 1 << 22  # elements; a larger operation is not done again in float64
+MASKS = ("attn_mask", "attn_bias")  # a −inf in these is meant
 SOFTMAX = r"softmax|logsumexp|attention"
 DIVISION = r"^(_foreach_)?(div|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
@@ -74,10 +75,10 @@ class Birth(SimpleNamespace):
     ``inputs``: (argument, tensor, '' or its kind before the operation). ``native``: autograd's own backward, not Python
     code. ``saved``: it meets an inf that forward has saved. ``fresh``: which output elements are new, where inputs and
     outputs correspond one to one. ``counted``: is this tensor a sum, which may count what was selected? ``eps``: of the
-    optimizer.
+    optimizer. ``index``: of the output among the outputs.
     """
 
-    fresh, native, saved, phase, eps = None, False, False, "", None
+    fresh, native, saved, phase, eps = None, False, False, "", ()
 
     def named(self) -> dict[str, object]:
         schema = getattr(self.func, "_schema", None)
@@ -90,11 +91,11 @@ class Birth(SimpleNamespace):
     def aligned(self, i: int, outputs: int, **fields: object) -> Birth:
         """In a ``_foreach_*`` call, the i-th output comes from the i-th entry of every list."""
         if not self.op.startswith(("_foreach", "_fused_a", "_fused_sgd", "_amp")):
-            return Birth(**{**vars(self), **fields})
+            return Birth(**{**vars(self), "index": i, **fields})
         count = max((len(v) for v in self.args if isinstance(v, (list, tuple))), default=1)
         pick = lambda v: [v[i % count]] if isinstance(v, (list, tuple)) and len(v) == count else v
         args, kwargs = tuple(map(pick, self.args)), {k: pick(v) for k, v in self.kwargs.items()}
-        return Birth(**{**vars(self), "args": args, "kwargs": kwargs, **fields})
+        return Birth(**{**vars(self), "args": args, "kwargs": kwargs, "index": 0, **fields})
 
     def get(self, *names: str) -> object:
         """The argument of one of these names: a tensor or a number, the first entry of a list."""
@@ -122,6 +123,10 @@ class Birth(SimpleNamespace):
             return bool(((value == 0) & self.fresh if self.fresh is not None else value == 0).any())
         return isinstance(value, (int, float)) and value == 0
 
+    def held(self, number: float) -> float:
+        """What the dtype of the output makes of a number."""
+        return torch.tensor(number, dtype=self.out.dtype).item()
+
     def literal(self) -> str:
         """'nan', 'inf' or '': a non-finite number written as an argument."""
         numbers = [
@@ -140,20 +145,35 @@ class Birth(SimpleNamespace):
         peak = lambda x: plain(x).abs().max().double().item() ** 2 * x.numel() > torch.finfo(x.dtype).max
         return any(x.numel() and not kind and peak(x) for _, x, kind in self.inputs)
 
+    def too_large(self) -> bool:
+        """Did finite numbers give NaN because of their size? Then float64 gives none for the same numbers."""
+        if "attention" in self.op:  # no edge in there: only exp(score − largest score), rounded, of huge scores
+            return True
+        wide = self.in_float64()
+        return self.huge() if wide is None else not bad_mask(wide)[self.where()].any()
+
+    def where(self) -> Tensor:
+        """The places of the output that are newly bad; all bad ones, if that cannot be told."""
+        return bad_mask(self.out) if self.fresh is None else self.fresh
+
+    def in_float64(self) -> Tensor | None:
+        """The output by doing the operation again; None if it is large, draws, talks to other ranks, or writes."""
+        small = sum(x.numel() for _, x, _ in self.inputs) <= LARGEST
+        pure = getattr(self.func, "namespace", "") == "aten" and not re.search("^_f|_$", self.op)
+        if not (small and pure) or torch.Tag.nondeterministic_seeded in self.func.tags:
+            return None
+        wide = lambda v: v.double() if is_float(v) else torch.float64 if isinstance(v, torch.dtype) else v
+        with contextlib.suppress(RuntimeError, TypeError):  # no float64 kernel
+            value = self.func(*map(wide, self.args), **{k: wide(v) for k, v in self.kwargs.items()})
+            return [t for t in as_list(value) if is_float(t)][self.index]
+        return None
+
     def excess(self) -> str:
-        """How far past the largest number of the dtype, by doing the operation again in float64."""
-        limit, value, small = (
-            torch.finfo(self.out.dtype).max,
-            None,
-            sum(x.numel() for _, x, _ in self.inputs) <= LARGEST,
-        )
-        wide = lambda v: v.double() if is_float(v) else v
-        if self.op == "_to_copy":
-            value = self.get("self").double()
-        elif small and not self.op.startswith("_f") and not self.op.endswith("_"):
-            with contextlib.suppress(RuntimeError, TypeError):  # no float64 kernel: the limit alone is still true
-                value = self.func(*map(wide, self.args), **self.kwargs)
-        top = value.abs().max().item() if is_float(value) and value.numel() else math.nan
+        """How far past the largest number of the dtype."""
+        if "attention" in self.op:
+            return "Inside the attention kernel: q·k is too large for the dtype, or its rounding error is for exp()."
+        limit, wide = torch.finfo(self.out.dtype).max, self.in_float64()
+        top = plain(wide)[self.where()].abs().max().item() if wide is not None else math.nan
         reached = f"; the result would be {top:.3g}, {top / limit:.3g} times that" if limit < top < math.inf else ""
         return f"The largest {str(self.out.dtype).removeprefix('torch.')} is {limit:.5g}{reached}."
 
@@ -187,9 +207,9 @@ def diagnose(birth: Birth) -> tuple[str, str]:
     name = next(c.name for c in CAUSES.values() if re.search(c.operations, birth.op) and c.test(birth))
     if name == "overflow":
         return name, birth.excess()
-    if name == "optimizer_underflow" and isinstance(birth.eps, (int, float, Tensor)):
-        held, dtype = torch.tensor(float(birth.eps), dtype=birth.out.dtype).item(), str(birth.out.dtype)
-        return name, f"eps is {float(birth.eps):g}, which {dtype.removeprefix('torch.')} holds as {held:.3g}."
+    if name == "optimizer_underflow" and birth.eps:
+        dtype = str(birth.out.dtype).removeprefix("torch.")
+        return name, f"eps is {birth.eps[0]:g}, which {dtype} holds as {birth.held(birth.eps[0]):.3g}."
     return name, ""
 
 
@@ -200,7 +220,8 @@ def _(b: Birth) -> bool:
     Keep the weights that the optimizer sees in float32 (mixed precision), or load them in bfloat16. The fused optimizer
     and an eps of 1e-4 are finite and still wrong: √v stays 0.
     """
-    return b.phase == "optimizer" and b.divides_by_zero()
+    lost = any(b.held(e) == 0 for e in b.eps) if b.eps else b.out.element_size() < 4
+    return b.phase == "optimizer" and lost and b.divides_by_zero()
 
 
 @row("masked_row", SOFTMAX, "05_unk_pad")
@@ -244,7 +265,8 @@ def _(b: Birth) -> bool:
     Keep the dangerous value out of the function before it is called (x = torch.where(ok, x, 1.0), or clamp), not out
     of its result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm.
     """
-    edge = (b.kind == "nan" and (b.from_finite() or b.saved)) or (b.from_finite() and b.divides_by_zero())
+    nan = b.kind == "nan"
+    edge = b.divides_by_zero() or (nan and not b.too_large()) if b.from_finite() else nan and b.saved
     return b.native and b.phase == "backward" and edge
 
 
@@ -252,8 +274,9 @@ def _(b: Birth) -> bool:
 def _(b: Birth) -> bool:
     """0 divided by 0: numerator and denominator are zero at the same place, as with the spread of equal values.
 
-    Treat the degenerate group apart (its advantage is 0) rather than adding a tiny eps, which turns rounding noise into
-    full-size signals. The std of one element needs correction=0, or must be left out.
+    Treat that case apart: equal values leave nothing to normalise (their advantage is 0), a single value has no spread,
+    a zero vector no direction, an empty group no mean. No eps makes it right: it blows rounding noise up to full-size
+    signals.
     """
     spread = bool(re.search(r"^var|^std|norm", b.op)) and not b.huge()
     return b.kind == "nan" and b.from_finite() and (spread or b.divides_by_zero())
@@ -298,12 +321,12 @@ def _(b: Birth) -> bool:
 
 @row("overflow", r"^(?!acos|asin|atanh|acosh|sqrt|erfinv|log)", "06_fp16_overflow")
 def _(b: Birth) -> bool:
-    """The result is larger than the dtype can hold.
+    """The result, or a number on the way to it, is larger than the dtype can hold.
 
     In half precision: do this operation in float32, or use bfloat16. In float32: bound the argument (exp of a clamped
     difference), lower the learning rate or the loss scale, clip gradients before they are inf.
     """
-    return b.from_finite() and (b.kind != "nan" or b.huge())
+    return b.from_finite() and (b.kind != "nan" or b.too_large())
 
 
 @row("bad_input", r"(?!)", "07_learning_rate_and_dirty_data")

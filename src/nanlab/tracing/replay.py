@@ -11,9 +11,10 @@ needs memory for one copy of them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from nanlab.errors import InputError
 from nanlab.tracing.causes import bad, is_float
@@ -30,6 +32,7 @@ from nanlab.tracing.tracer import Tracer
 METHODS = {"train": "training_step", "eval": "prediction_step"}
 OWNERS = ("state", "control", "callback_handler", "lr_scheduler", "accelerator")
 
+PARTS = ("chosen", "rejected", "reference")  # TRL puts them one below the other in one batch
 UNSELECTED = (("labels", -100), ("completion_mask", 0))  # what stands where a token does not count
 
 
@@ -67,15 +70,17 @@ class Hunt:
         self.trainer, self.mode, self.limit, self.batch = trainer, mode, limit, -1
         self.original, self.report, self.tracer = getattr(trainer, METHODS[mode]), Report(), Tracer()
         self.tracer.adopt(trainer.model)
+        self.fetched: deque = deque(maxlen=8)  # (rows of the dataset, the batch made of them), the last ones
 
     def step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of training_step or prediction_step."""
         self.batch += 1
         if self.batch == self.limit:
             raise Found
+        given = dict(inputs) if isinstance(inputs, Mapping) else {}  # as it came: a step may take entries out
         undo, result, raised = freeze_all(self.trainer, [model], weights=False), None, True
         with contextlib.suppress(Exception):  # it will raise again under the tracer
-            result, raised = self.original(model, inputs, *args, **kwargs), False
+            result, raised = self.original(model, copy.copy(inputs), *args, **kwargs), False
         grads = (p.grad for p in model.parameters()) if self.mode == "train" else ()
         if (
             not raised
@@ -86,9 +91,11 @@ class Hunt:
         undo()
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         self.tracer.scaler_skips = scaler is not None and scaler.get_scale() > 1
+        for name, value in given.items():
+            self.tracer.name(value, f"batch {name}")
         report, result = run(self.tracer, lambda: self.original(model, inputs, *args, **kwargs))
         if report.found or report.exception:
-            self.stop(report, inputs)
+            self.stop(report, given)
         return result
 
     def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -102,24 +109,66 @@ class Hunt:
         if (report := verdict(self.tracer)).found:
             self.stop(report, {})
 
-    def stop(self, report: Report, inputs: Any) -> None:
-        """Add the batch, the rows without any label if the mean was empty, and the text of the rows."""
+    def stop(self, report: Report, inputs: dict[str, Any]) -> None:
+        """Add the batch, the rows without any label if the mean was empty, their dataset rows and their text."""
         self.report, report.batch = report, self.batch
-        entries = inputs.items() if isinstance(inputs, Mapping) else ()
-        tokens = {k: v for k, v in entries if isinstance(v, Tensor) and v.dim() == 2}
+        tokens = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() == 2}
         if report.cause == "empty_mean" and not report.rows:
             off = [t == unselected for k, t in tokens.items() for end, unselected in UNSELECTED if k.endswith(end)]
             report.rows = sorted({row for mask in off for row in mask.all(1).nonzero().flatten().tolist()})
-        decode = getattr(getattr(self.trainer, "processing_class", None), "decode", None)
-        for ids in [t for k, t in tokens.items() if k.endswith("input_ids")] if decode else ():
-            for row in [r for r in report.rows[:4] if r < len(ids)]:
-                report.texts[row] = " | ".join([*filter(None, [report.texts.get(row)]), decode(ids[row])[:80]])
+            report.length = max(map(len, off), default=0)
+        index = next((i for i, batch in reversed(self.fetched) if alike(batch, inputs)), [])
+        size = len(index) or max(map(len, tokens.values()), default=0)
+        blocks = len(PARTS) if any(c.__module__.startswith("trl.") for c in type(self.trainer).__mro__) else 1
+        if report.length in [size * n for n in range(1, blocks + 1)] and (
+            report.phase in ("data", "forward") or report.cause == "gradient_at_edge"
+        ):
+            report.examples = sorted({index[row % size] for row in report.rows}) if index else []
+            for row in report.rows[:4] if hasattr(getattr(self.trainer, "processing_class", None), "decode") else ():
+                part = PARTS[row // size] if report.length > size else ""
+                report.texts[row] = " | ".join(self.texts(tokens, row, row % size, part))
         raise Found
+
+    def texts(self, tokens: dict[str, Tensor], row: int, example: int, part: str) -> Iterator[str]:
+        """What a row says, without padding. TRL has its parts one below the other, or each under a name of its own."""
+        names = {k: k.removesuffix("input_ids").strip("_") for k in tokens if k.endswith("input_ids")}
+        for key, name in names.items():
+            ids, mask = tokens[key], tokens.get(key.replace("input_ids", "attention_mask"))
+            row_here = row if row < len(ids) else example
+            if row_here < len(ids) and (part in ("", name) or not name) and (name != "prompt" or len(names) == 1):
+                kept = ids[row_here] if mask is None else ids[row_here][mask[row_here].bool()]
+                words, label = self.trainer.processing_class.decode(kept), name or part
+                yield (f"{label}: " if label else "") + (words if len(words) < 90 else f"{words[:40]} … {words[-40:]}")
 
 
 def troubled(value: object) -> bool:
     """A loss that is not finite, or NaN or inf among the logits (−inf is how logits are masked)."""
     return is_float(value) and bad(value) not in (("",) if value.numel() == 1 else ("", "-inf"))
+
+
+def alike(batch: Any, inputs: dict[str, Any]) -> bool:
+    """Do two batches hold the same numbers, wherever they lie?"""
+    old, new = ([t.cpu() for t in tree_leaves(b) if isinstance(t, Tensor)] for b in (dict(batch), inputs))
+    same = lambda a, b: torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    return bool(old) and len(old) == len(new) and all(map(same, old, new))
+
+
+@contextlib.contextmanager
+def watch_fetches(fetched: deque) -> Iterator[None]:
+    """Note which rows of a dataset make up each batch. Loaders in other processes are not seen."""
+    original = _MapDatasetFetcher.fetch
+
+    def fetch(fetcher: Any, index: Any) -> Any:
+        batch = original(fetcher, index)
+        if isinstance(index, list) and isinstance(batch, Mapping):
+            fetched.append((index, batch))
+        return batch
+
+    _MapDatasetFetcher.fetch = fetch
+    try:
+        yield
+    finally:
+        _MapDatasetFetcher.fetch = original
 
 
 def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Report:
@@ -137,7 +186,7 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
         register_optimizer_step_post_hook(hunt.after_optimizer),
     ]
     try:
-        with contextlib.suppress(Found):
+        with contextlib.suppress(Found), watch_fetches(hunt.fetched):
             trainer.train() if mode == "train" else trainer.evaluate()
     finally:
         for hook in hooks:

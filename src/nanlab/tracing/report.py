@@ -25,10 +25,10 @@ class Report:
     ``phase``: "data", "state", "forward", "backward" or "optimizer". ``op``: the operation, or the name of the tensor
     that was bad on arrival. ``module``: qualified name; for a gradient, of the forward operation. ``source``:
     "file.py:12", the innermost line of the user's own code; ``library``: the innermost line of a library, when the
-    fault is in there, else "". ``rows``: indices into the first dimension of the bad tensor (the batch, for data and
-    activations). ``others``: further independent births, earliest first. ``exception``: what the step raised, if it
-    did. ``growth``: the largest |parameter| before each optimizer step up to the birth, and at it. ``batch``,
-    ``texts``: from a trainer, which batch (from 0) and the text of its bad rows.
+    fault is in there, else ""; ``code``: function and text of the two. ``rows``: indices into the first dimension of the bad tensor (the batch, for data and
+    activations), which is ``length`` long. ``others``: further independent births, earliest first. ``exception``: what the step raised, if it
+    did. ``growth``: the largest |parameter| before each optimizer step up to the birth, and at it. From
+    a trainer: ``batch`` (from 0), ``examples``: the rows of its dataset, where known, and ``texts`` of the bad rows.
     """
 
     found: bool = False
@@ -40,15 +40,18 @@ class Report:
     source: str = ""
     library: str = ""
     rows: list[int] = field(default_factory=list)
+    length: int = 0
     explanation: str = ""
     story: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     advice: str = ""
     lesson: str = ""
+    code: tuple[str, str] = ("", "")
     others: list[Report] = field(default_factory=list)
     exception: BaseException | None = None
     growth: list[float] = field(default_factory=list)
     batch: int | None = None
+    examples: list[int] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -60,12 +63,18 @@ class Report:
     def items(self) -> list[tuple[str, list[str]]]:
         """(title, paragraphs): the one content behind text and card."""
         growth, others = " → ".join(f"{g:.3g}" for g in self.growth[-6:]), [o.headline for o in self.others]
-        rows = f"rows {', '.join(map(str, self.rows[:8]))}{', …' if len(self.rows) > 8 else ''}" if self.rows else ""
-        batch = f"batch {self.batch}" if self.batch is not None else ""
+        listed = lambda rows: ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
+        rows = f"rows {listed(self.rows)} (from 0; there are {self.length})" if self.rows else ""
+        examples = f"which are rows {listed(self.examples)} of the dataset" if self.examples else ""
+        batch = f"batch {self.batch} (from 0)" if self.batch is not None else ""
         items = {
+            "Line": [f"{self.source}  {self.code[0]}" if self.source and self.code[0] else ""],
             "What": [self.explanation if self.found else NOTHING],
-            "In the library": [self.library],
-            "Rows": [", ".join(filter(None, [batch, rows])), *(f"row {r}: {text}" for r, text in self.texts.items())],
+            "In the library": [f"{self.library}  {self.code[1]}".strip()],
+            "Rows": [
+                ", ".join(filter(None, [batch, rows, examples])),
+                *(f"row {r}: {text}" for r, text in self.texts.items()),
+            ],
             "Story": self.story,
             "Inputs": self.inputs,
             "Largest |parameter|": [growth if self.growth and self.growth[-1] > 10 * self.growth[0] else ""],
@@ -92,11 +101,12 @@ def verdict(tracer, exception: BaseException | None = None) -> Report:
     it."""
     reached = [(name, e) for name, events in tracer.sinks.items() for e in events if not excused(name, e, tracer)]
     roots = sorted(dict.fromkeys(e.root() for _, e in reached), key=lambda e: e.n)  # a set would order ties by chance
-    reports, places = [], set()  # what comes from an earlier one, or from the same line, is no further birth
+    births: dict = {}  # what comes from an earlier one, or from the same line, is no further birth
     for root in [e for e in roots if not e.deliberate] or roots:
-        if places.isdisjoint(map(place, root.lineage())):
-            places.add(place(root))
-            reports.append(about(root, [(name, e) for name, e in reached if e.root() is root]))
+        places = {place(e) for e in root.lineage()}
+        birth = next((b for b in births if place(b) in places), root)
+        births.setdefault(birth, []).extend(name for name, e in reached if e.root() is root)
+    reports = [about(root, names, [e for _, e in reached if e.root() is root]) for root, names in births.items()]
     report = reports[0] if reports else Report()
     report.others, report.exception = reports[1:], exception
     if reports and tracer.growth:
@@ -106,9 +116,9 @@ def verdict(tracer, exception: BaseException | None = None) -> Report:
     return report
 
 
-def about(root, reached: list) -> Report:
+def about(root, names: list[str], ends: list) -> Report:
     """What one birth looks like: from it to the NaN it became, to the sinks that it reached."""
-    names, steps = list(dict.fromkeys(name for name, _ in reached)), [max((e for _, e in reached), key=lambda e: e.n)]
+    names, steps = list(dict.fromkeys(names)), [max(ends, key=lambda e: e.n)]
     while steps[0] is not root:
         steps.insert(0, next(p for p in steps[0].parents if p.root() is root))
     surfaced = f"It surfaced in {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}."
@@ -136,5 +146,5 @@ def sentence(e) -> str:
     where = " ".join(filter(None, [e.module and f"in {e.module}", e.source and f"at {e.source}"]))
     if e.phase in ("data", "state"):
         return f"{e.name} was already {e.kind} ({e.amount or 'a number'}) when it was used {where}."
-    note, made = f" ({e.note})" if e.note else "", "put a deliberate" if e.deliberate else "made"
+    note, made = f" ({e.note})" if e.note else "", "passed on a deliberate" if e.deliberate else "made"
     return f"{e.phase}: {e.op}{note} {made} {e.kind} ({e.amount}) {where}."

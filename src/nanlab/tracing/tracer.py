@@ -9,14 +9,18 @@ their own history. No tensor is kept alive: an event holds text and numbers only
 from __future__ import annotations
 
 import functools
+import itertools
+import linecache
 import math
 import os
 import re
 import sys
 import sysconfig
+from collections import UserDict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nanlab.tracing.causes import Birth, as_list, bad, bad_mask, diagnose, is_float, plain, span
+from nanlab.tracing.causes import MASKS, Birth, as_list, bad, bad_mask, diagnose, is_float, plain, span
 from nanlab.tracing.report import Report
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
@@ -36,6 +40,7 @@ OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|r
 # In an optimizer step these cannot make a finite number bad: averages, shrinking by a factor, adding a constant.
 HARMLESS = re.compile(r"(_foreach_)?(lerp|sqrt|mul|add|div)_?")
 COPIES = ("slice_backward", "cat", "clone")  # of gradients that have been looked at
+UNNAMED, CONSTANT = "an unnamed tensor", "a constant in"
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 SUMS = ("sum", "nll_loss_forward")  # a zero among them is an empty count, or the sum of nothing
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT = range(5)
@@ -70,29 +75,48 @@ def walk(frame, stop=None) -> tuple[tuple, bool, bool]:
     return tuple(found), False, recomputed
 
 
-def line_of(code, instruction: int) -> str:
-    """'file.py:12'. A notebook cell is called 'cell:12'; a library's file goes by its path inside the package."""
+def line_of(code, instruction: int) -> tuple[str, str]:
+    """('file.py:12', 'in step():  loss = …'). A cell is called 'cell:12'; a library's file by its path inside it."""
     line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
+    function = "" if code.co_name.startswith("<") else f"in {code.co_name}():"
+    said = f"{function}  {linecache.getline(code.co_filename, line).strip()[:120]}".strip()
     parts = Path(code.co_filename).parts
     if "ipykernel_" in code.co_filename or parts[-1].startswith(("<cell", "<ipython-input")):
-        return f"cell:{line}"
+        return f"cell:{line}", said
     cut = max((i + 1 for i, part in enumerate(parts) if part in INSTALLED), default=len(Path(PACKAGE).parts) - 1)
-    return f"{'/'.join(parts[cut:]) if whose(code) == LIBRARY else parts[-1]}:{line}"
+    return f"{'/'.join(parts[cut:]) if whose(code) == LIBRARY else parts[-1]}:{line}", said
 
 
-def name_in_frames(x: Tensor) -> str:
-    """What the user's code calls this tensor: a variable, or an entry of a dict."""
-    key, frame = key_of(x), sys._getframe(1)
-    same = lambda v: v is x or (is_float(v) and v.numel() == x.numel() and key_of(v) == key)
+def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) for every tensor that a variable is or holds: in a container, a module, an object."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
+    elif depth and not isinstance(value, (str, type, ModuleType, Tracer)):
+        entries = ((f"{name}.{k}", v) for k, v in getattr(value, "__dict__", {}).items())
+        if isinstance(value, (dict, UserDict, list, tuple)):
+            pairs = value.items() if isinstance(value, (dict, UserDict)) else enumerate(value)
+            entries = ((f"{name}[{k!r}]", v) for k, v in pairs)
+        for label, entry in itertools.islice(entries, 1000):
+            yield from parts_of(label, entry, depth - 1)
+
+
+def user_variables() -> Iterator[tuple[str, object]]:
+    """(name, value) of the variables of the user's frames, innermost first."""
+    frame = sys._getframe(1)
     while frame is not None:
-        for name, value in list(frame.f_locals.items()) if whose(frame.f_code) == USER else ():
-            entries = {name: value} | (
-                {f"{name}[{k!r}]": v for k, v in value.items()} if isinstance(value, dict) else {}
-            )
-            if found := next((n for n, v in entries.items() if same(v)), None):
-                return found
+        yield from list(frame.f_locals.items()) if whose(frame.f_code) == USER else ()
         frame = frame.f_back
-    return "an unnamed tensor"
+
+
+def name_in_frames(x: Tensor) -> tuple[str, Tensor]:
+    """What the user's code calls this tensor, and the tensor of that name, of which ``x`` may be a view."""
+    key = key_of(x)
+    for label, v in (part for variable in user_variables() for part in parts_of(*variable)):
+        if v is x or (is_float(v) and key_of(v) == key and (v.numel() == x.numel() or bad(v))):
+            return label, v
+    return UNNAMED, x
 
 
 # -- what happened ---------------------------------------------------------------------------------------------------
@@ -116,7 +140,7 @@ class Event(Report):
         amount = f"{int(mask.sum())} of {mask.numel()} in {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
         batched = mask.dim() and self.phase != "optimizer"  # a weight's rows are not the batch's
         rows = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist() if batched else []
-        return replace(self, amount=amount, rows=rows, **more)
+        return replace(self, amount=amount, rows=rows, length=len(mask) if batched else 0, **more)
 
     def root(self) -> Event:
         """The earliest ancestor that was not put there on purpose; else this event."""
@@ -184,7 +208,7 @@ class Tracer(TorchDispatchMode):
 
     ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor).
     ``forward``: autograd sequence number → (call, frames, operation). ``counts``: storages of sums; a zero among them
-    is an empty count. ``reads``: behind the last bad number read into Python. ``setting``: the event of a NaN
+    is an empty count. ``moved``: storages in which an optimizer left something bad. ``reads``: behind the last bad number read into Python. ``setting``: the event of a NaN
     learning rate. ``outside``: frames around the call of backward(). ``growth``: (number of the operation, largest
     |parameter|) before each optimizer step.
     """
@@ -198,13 +222,13 @@ class Tracer(TorchDispatchMode):
         self.scaler_skips = self.went_backward = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
-        self.counts, self.checked, self.reads, self.outside, self.growth = set(), set(), (), (), []
+        self.counts, self.checked, self.moved, self.reads, self.outside, self.growth = set(), set(), set(), (), (), []
 
     # -- what things are called --------------------------------------------------------------------------------------
     def adopt(self, model: nn.Module, prefix: str = "") -> None:
         """Learn the names of a model's modules, parameters and buffers."""
         for name, module in model.named_modules():
-            self.modules.setdefault(id(module), prefix + name)
+            self.modules.setdefault(module, (prefix + name).rstrip("."))
         for name, parameter in model.named_parameters():
             self.adopt_parameter(prefix + name, parameter)
         for name, buffer in model.named_buffers():
@@ -249,11 +273,12 @@ class Tracer(TorchDispatchMode):
         return super().__exit__(*exc)
 
     def enter_module(self, module: nn.Module, _args) -> None:
-        if id(module) not in self.modules:
-            self.adopt(module)
+        if module not in self.modules:  # made inside the step
+            variable = next((f"{name}." for name, value in user_variables() if value is module), "")
+            self.adopt(module, variable)
         frame = sys._getframe(1)
         frames, engine, _ = walk(frame, self.call and self.call.frame)
-        name = self.modules[id(module)] or type(module).__name__
+        name = self.modules[module] or type(module).__name__
         frames += self.outside if engine else ()
         self.call = Call(name=name, frame=frame, frames=frames, below=self.call)
 
@@ -302,7 +327,7 @@ class Tracer(TorchDispatchMode):
         with _disable_current_modes():  # now: a guard may throw the gradients away, or another rank have spoilt them
             for p in leaves(roots).values():
                 if id(p) not in self.parameters:
-                    self.adopt_parameter(name_in_frames(p), p)
+                    self.adopt_parameter(name_in_frames(p)[0], p)
                 self.sink(f"gradient of {self.name_of(p)}", p.grad)
         return result
 
@@ -330,9 +355,10 @@ class Tracer(TorchDispatchMode):
             if variable is not None:  # AccumulateGrad: a parameter, but no forward line
                 note, frames = f"{node.name()}, gradient of {self.name_of(variable)}", local + around
                 module = self.name_of(variable).rpartition(".")[0]
-        source = next((line_of(*f) for f in frames if whose(f[0]) == USER), "")
-        library = line_of(*frames[0]) if frames and whose(frames[0][0]) == LIBRARY else ""
+        source, said = next((line_of(*f) for f in frames if whose(f[0]) == USER), ("", ""))
+        library, inside = line_of(*frames[0]) if frames and whose(frames[0][0]) == LIBRARY else ("", "")
         spot = {"op": op, "phase": phase or "backward", "module": module, "source": source, "library": library}
+        spot["code"] = (said, inside)
         return Event(n=self.n, note=note, **{**spot, **more})
 
     # -- what happens ------------------------------------------------------------------------------------------------
@@ -387,7 +413,8 @@ class Tracer(TorchDispatchMode):
             if self.stepping is not None:
                 before.setdefault(id(t), kind if key_of(t) in self.taint else "")
             inputs = [(a, x, before[id(x)] if id(x) in before else bad(x)) for a, x in case.tensors()]
-            case.inputs = [(a, x, k) for a, x, k in inputs if k is not None]
+            meant = lambda a, k: a in MASKS and k == "-inf"
+            case.inputs = [(a, x, "" if meant(a, k) else k) for a, x, k in inputs if k is not None]
             blame = {id(x): self.blame(x, k) for _, x, k in case.inputs if k}
             carried, parents, is_born = trace(case, blame, before)
             if is_born and born is None:
@@ -399,16 +426,18 @@ class Tracer(TorchDispatchMode):
         birth.native = event.phase == "backward" and not walk(sys._getframe(1), self.call and self.call.frame)[0]
         birth.saved = any(p.phase == "forward" and not p.deliberate for p in parents)
         birth.phase, birth.counted = event.phase, lambda t: key_of(t) in self.counts
-        birth.eps = self.stepping.param_groups[0].get("eps") if self.stepping is not None else None
+        given = as_list(self.stepping.param_groups[0].get("eps")) if self.stepping is not None else ()
+        birth.eps = [float(e) for e in given if e is not None]  # Adafactor has two
         (event.cause, event.explanation), event.kind, mask = diagnose(birth), birth.kind.strip("-"), birth.fresh
         literal = birth.literal() == event.kind  # written in the code: a mask, a sentinel, a poisoned number
         if literal and self.stepping is not None and self.setting:
             return self.setting
         if literal and event.phase == "forward":
-            event.cause, event.phase, event.name = "bad_input", "data", f"a constant in {event.op}"
+            event.cause, event.phase, event.name = "bad_input", "data", f"{CONSTANT} {event.op}"
         mask = bad_mask(birth.out) if mask is None else mask
         mask = mask & torch.isnan(plain(birth.out)) if event.cause in ("zero_times_inf", "inf_minus_inf") else mask
-        event.parents, event.deliberate = parents, literal and birth.kind != "nan"
+        passed_on = birth.op == "_log_softmax" and parents and all(p.deliberate for p in parents)
+        event.parents, event.deliberate = parents, (literal and birth.kind != "nan") or bool(passed_on)
         return event.about(birth.out, mask, inputs=[f"{a}: {span(x)}" for a, x, _ in birth.inputs])
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
@@ -420,16 +449,29 @@ class Tracer(TorchDispatchMode):
         for size, step in zip(reversed(p.shape), reversed(p.stride()), strict=True):
             first, index = divmod(first, size)
             address += index * step
-        return next((events for region, events in reversed(records) if covers(region, address)), records[-1][1])
+        events = next((events for region, events in reversed(records) if covers(region, address)), records[-1][1])
+        for e in events if key_of(x) not in self.moved else ():
+            if e.phase == "data" and not e.deliberate and e.name.startswith((UNNAMED, CONSTANT)):
+                name, cause, whole = self.known(x)
+                if cause == "bad_state":  # a constant that was written into a parameter
+                    seen = e.about(whole, bad_mask(whole), name=name, op=name, cause=cause, phase="state")
+                    vars(e).update(vars(seen), inputs=[f"{name}: {span(whole)}"])
+        return events
+
+    def known(self, x: Tensor) -> tuple[str, str, Tensor]:
+        """What a tensor is called that nothing here has made, the cause if it is bad, and the tensor of that name."""
+        if found := self.names.get(key_of(x)):
+            return found
+        name, whole = name_in_frames(x)
+        return name, "bad_state" if whole.is_leaf and whole.requires_grad else "bad_input", whole
 
     def arrived(self, x: Tensor, kind: str) -> Event:
         variable = getattr(torch._C._current_autograd_node(), "variable", None)
         if variable is not None and variable.grad is not None and key_of(variable.grad) == key_of(x):
-            self.adopt_parameter(name_in_frames(variable), variable)
-        known, parameter = self.names.get(key_of(x)), isinstance(x, nn.Parameter)
-        name, cause, whole = known or (name_in_frames(x), "bad_state" if parameter else "bad_input", x)
+            self.adopt_parameter(name_in_frames(variable)[0], variable)
+        known, (name, cause, whole) = key_of(x) in self.names, self.known(x)
         good, phase, said = plain(x)[~bad_mask(x)], "state" if cause == "bad_state" else "data", ""
-        mask = kind == "-inf" and not parameter and bool((good == good[:1]).all())  # 0 and −inf only
+        mask = kind == "-inf" and not isinstance(x, nn.Parameter) and bool((good == good[:1]).all())  # 0 and −inf only
         op, deliberate = name, mask or (x.dim() == 0 and not known and kind != "nan")
         if torch.distributed.is_initialized() and not known and self.went_backward and self.stepping is None:
             op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
@@ -442,6 +484,8 @@ class Tracer(TorchDispatchMode):
 
     def record(self, t: Tensor, events: tuple[Event, ...]) -> None:
         p, records = plain(t), self.taint.setdefault(key_of(t), [])
+        if self.stepping is not None:
+            self.moved.add(key_of(t))
         if p.numel() * p.element_size() >= p.untyped_storage().nbytes():
             records.clear()
         records.append(((p.storage_offset(), tuple(p.shape), p.stride()), events))
@@ -485,6 +529,9 @@ def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, t
         was_nan = functools.reduce(torch.logical_or, (torch.isnan(x) for x, _ in bad_in), torch.zeros_like(out))
         birth.fresh = (out & ~was_bad) | (nan & ~was_nan)
         touching = lambda where: merge(blame[id(x)] for x, _ in bad_in if (bad_mask(x) & where).any())
+        if birth.fresh.any():  # what it is, and what made it, is to be seen at the new places only
+            there = lambda x: bad(torch.where(birth.fresh, x, 0))
+            birth.kind, birth.inputs = there(birth.out), [(a, x, k and there(x)) for a, x, k in birth.inputs]
         return touching(out & ~birth.fresh), touching(birth.fresh), bool(birth.fresh.any())
     # log_softmax of −inf is a log of zero: a probability of zero becomes visible here, whatever masked it
     visible = birth.op in ("_log_softmax", "logsumexp") and birth.kind != "nan"

@@ -1,0 +1,280 @@
+"""Kinds of fault beyond the zoo: what a step makes for itself, attention that overflows, a run that diverges."""
+
+import copy
+import linecache
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanlab import locate
+from nanlab.tracing.causes import CAUSES
+
+HERE = Path(__file__).name
+INF, NAN = math.inf, math.nan
+
+
+def line(marker: str) -> str:
+    text = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
+
+
+# -- a run that diverges ---------------------------------------------------------------------------------------------
+def diverging(model: nn.Module, loss, lr: float):
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+
+    def step():
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("lr", [1.0, 10.0, 100.0, 1e3, 1e5])
+def test_a_learning_rate_far_too_high_is_an_overflow_with_its_growth(lr):
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 1)]
+    x, y = torch.randn(32, 8), torch.randn(32, 1)
+    report = locate(diverging(nn.Sequential(*layers), lambda m: F.mse_loss(m(x), y), lr))
+    assert report.cause == "overflow", str(report)
+    assert report.growth[-1] > 1e4 * report.growth[0]
+
+
+def test_the_backward_of_a_norm_that_overflows_is_no_edge():
+    x = (torch.arange(8.0)[None] * 1e15).requires_grad_()
+    norm = nn.LayerNorm(8)
+
+    def step():
+        (norm(x) * 1e38).backward(torch.linspace(-3, 3, 8)[None] * 1e0)  # backward of a norm
+
+    report = locate(step)
+    assert (report.cause, report.phase) == ("overflow", "backward"), str(report)
+
+
+@pytest.mark.parametrize("lr", [10.0, 100.0, 1e6])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_transformer_that_diverges_does_not_blame_its_mask(lr, attention):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, vocab_size=64,
+        max_position_embeddings=32, attn_implementation=attention,
+    )  # fmt: skip
+    ids, mask = torch.randint(3, 64, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+    loss = lambda m: m(input_ids=ids, attention_mask=mask, labels=ids).loss
+    report = locate(diverging(GPTNeoXForCausalLM(config), loss, lr))
+    assert report.cause == "overflow", str(report)
+    assert "already" not in report.story[0]
+    assert "constant" not in str(report.story)
+    assert report.growth[-1] > 100 * report.growth[0]
+
+
+@pytest.mark.parametrize("mask", [None, torch.full((6, 6), -INF).triu(1)], ids=["no mask", "mask"])
+def test_scores_that_overflow_inside_an_attention_kernel(mask):
+    q = (torch.randn(2, 2, 6, 4) * 1e20).requires_grad_()
+    report = locate(lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum().backward())  # kernel
+    assert (report.cause, report.source) == ("overflow", line("kernel"))
+    assert "attention kernel" in report.explanation
+    assert not any("already" in sentence for sentence in report.story)
+
+
+# -- made inside the step --------------------------------------------------------------------------------------------
+def embedding_of_the_step():
+    table = nn.Embedding(4, 3)
+    table.weight.data[1] = NAN
+    return table(torch.tensor([0, 1])).sum()
+
+
+def weight_used_by_a_function():
+    layer = nn.Linear(4, 3)
+    layer.weight.data[1] = NAN
+    return F.linear(torch.ones(2, 4), layer.weight, layer.bias).sum()
+
+
+def parameter_of_the_step():
+    w = nn.Parameter(torch.ones(3))
+    with torch.no_grad():
+        w[1] = NAN
+    return (w * 2).sum()
+
+
+def loaded_inside():
+    layer = nn.Linear(4, 3)
+    layer.load_state_dict({"weight": torch.full((3, 4), NAN), "bias": torch.zeros(3)})
+    return layer(torch.ones(2, 4)).sum()
+
+
+def buffer_of_the_step():
+    norm = nn.BatchNorm1d(3).eval()
+    norm.running_var[2] = NAN
+    return norm(torch.ones(2, 3)).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "rows"),
+    [
+        (embedding_of_the_step, "parameter table.weight", [1]),
+        (weight_used_by_a_function, "layer.weight", [1]),
+        (parameter_of_the_step, "w", [1]),
+        (loaded_inside, "parameter layer.weight", [0, 1, 2]),
+        (buffer_of_the_step, "buffer norm.running_var", [2]),
+    ],
+)
+def test_a_weight_made_inside_the_step_is_bad_state_by_its_name(step, name, rows):
+    report = locate(step)
+    assert (report.cause, report.phase, report.op, report.rows) == ("bad_state", "state", name, rows), str(report)
+    assert name in report.story[0]
+
+
+class Holder:
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+@pytest.mark.parametrize(
+    ("hold", "name"),
+    [
+        (lambda t: [t], "held[0]"),
+        (lambda t: {"x": [t]}, "held['x'][0]"),
+        (lambda t: Holder(x=t), "held.x"),
+        (lambda t: (torch.ones(1), t), "held[1]"),
+    ],
+)
+def test_a_tensor_is_named_where_it_is_held(hold, name):
+    first = lambda h: next(
+        t for t in (h if isinstance(h, (list, tuple)) else vars(h).values()) if bool(t.isnan().any())
+    )
+
+    def step():
+        held = hold(torch.tensor([1.0, NAN, 3.0]))
+        x = held["x"][0] if isinstance(held, dict) else first(held)
+        del x
+        return (held["x"][0] if isinstance(held, dict) else first(held)).mul(2).sum()
+
+    report = locate(step)
+    assert (report.cause, report.op, report.rows) == ("bad_input", name, [1]), str(report)
+
+
+def test_a_view_goes_by_the_name_of_the_whole_and_its_rows():
+    data = torch.ones(6, 4)
+    data[4, 2] = NAN
+    report = locate(lambda: (data[3:5] * 2).sum())
+    assert (report.op, report.rows) == ("data", [4])
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("named", [True, False])
+def test_a_mask_of_minus_inf_in_the_batch_is_deliberate_and_has_a_name(named):
+    batch = {"attention_mask": torch.full((2, 1, 4, 4), -INF).triu(1)}
+    batch["attention_mask"][1, 0, 2] = -INF
+    scores = torch.randn(2, 3, 4, 4, requires_grad=True)
+
+    def step():
+        mask = batch["attention_mask"].expand(2, 3, 4, 4)
+        return torch.softmax(scores + mask, -1).sum()  # masked by the batch
+
+    report = locate(step, **({"batch": batch} if named else {}))
+    assert (report.cause, report.source, report.rows) == ("masked_row", line("masked by the batch"), [1])
+    assert "unnamed" not in str(report)
+    assert "attention_mask" in report.story[0] or "mask was" in report.story[0]
+
+
+def test_log_softmax_hands_a_mask_on_and_the_product_makes_the_nan():
+    logits, target = torch.randn(2, 4, requires_grad=True), F.one_hot(torch.tensor([0, 2]), 4).float()
+
+    def step():
+        masked = logits.masked_fill(torch.tensor([False, True, False, False]), -INF)
+        loss = -(target * masked.log_softmax(-1)).sum()  # zero of a target
+        loss.backward()
+
+    report = locate(step)
+    assert (report.cause, report.kind, report.source) == ("zero_times_inf", "nan", line("zero of a target"))
+
+
+# -- the optimizer ---------------------------------------------------------------------------------------------------
+class Unit(torch.optim.Optimizer):
+    """A step of length one: the gradient divided by its norm."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, settings)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p -= 0.1 * p.grad / p.grad.norm()  # length of nothing
+
+
+@pytest.mark.parametrize("settings", [{}, {"eps": 1e-8}])
+def test_an_optimizer_that_divides_by_a_norm_of_zero_has_not_lost_its_eps(settings):
+    w = nn.Parameter(torch.ones(3))
+    optimizer = Unit([w], **settings)
+
+    def step():
+        (w * 0).sum().backward()
+        optimizer.step()
+
+    report = locate(step)
+    assert (report.cause, report.phase, report.source) == ("zero_over_zero", "optimizer", line("length of nothing"))
+
+
+# -- what the report says --------------------------------------------------------------------------------------------
+def test_the_text_and_the_card_show_the_line_and_its_function():
+    def step():
+        return torch.log(torch.zeros(2)).sum()  # shown
+
+    report = locate(step)
+    said = f"{report.source}  in step():  return torch.log(torch.zeros(2)).sum()  # shown"
+    assert f"  Line: {said}" in str(report)
+    assert said in report._repr_html_()
+
+
+def test_a_cell_shows_its_line_although_it_is_no_file():
+    file, text = "<ipython-input-9-abc>", "def step():\n    x = torch.zeros(2)\n    return (x / x).sum()\n"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    scope = {"torch": torch}
+    exec(compile(text, file, "exec"), scope)
+    report = locate(scope["step"])
+    assert report.source == "cell:3"
+    assert "Line: cell:3  in step():  return (x / x).sum()" in str(report)
+
+
+def test_every_gradient_that_it_surfaced_in_is_named():
+    w = torch.tensor([100.0, 1.0], requires_grad=True)
+
+    def step():
+        loss = (w - 2 + 0.0 * w.exp()).mean()
+        loss.backward()
+
+    report = locate(step)
+    assert report.cause == "overflow"
+    assert "gradient of w" in report.story[-1]
+    assert report.others == []
+
+
+def test_the_advice_for_zero_over_zero_holds_for_every_way_there():
+    advice = CAUSES["zero_over_zero"].advice
+    assert "correction=0" not in advice
+    assert "their advantage is 0" in advice
+    assert "No eps makes it right" in advice
+
+
+def test_an_overflow_beside_a_mask_is_still_an_overflow():
+    scores = torch.tensor([[300.0, 1.0, 2.0], [1.0, 2.0, 3.0]], requires_grad=True)
+
+    def step():
+        masked = scores.masked_fill(torch.ones(2, 3, dtype=torch.bool).triu(1), -INF)
+        grown = torch.exp(masked)  # beside a mask
+        (grown / grown.sum(-1, keepdim=True)).sum().backward()
+
+    report = locate(step)
+    assert (report.cause, report.kind, report.rows) == ("overflow", "inf", [0]), str(report)
+    assert report.source == line("beside a mask")
+    assert "times that" not in report.explanation or "1.94e+130" in report.explanation
