@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
 import tempfile
@@ -139,36 +137,6 @@ def test_a_solution_is_folded(path):
     for cell in code_cells(path):
         if "solution" in tags(cell):
             assert cell.metadata.get("jupyter", {}).get("source_hidden") is True
-
-
-# --- keywords that the libraries still know -------------------------------------------------------------------------
-
-
-def _configs():
-    import transformers
-    import trl
-    from trl.experimental import tpo
-
-    from nanlab import trainers
-
-    return {
-        "TPOConfig": tpo.TPOConfig,
-        "DPOConfig": trl.DPOConfig,
-        "SFTConfig": trl.SFTConfig,
-        "TrainingArguments": transformers.TrainingArguments,
-        "TokenTPOConfig": trainers.TokenTPOConfig,
-    }
-
-
-@each
-def test_every_keyword_is_known_to_the_installed_version(path):
-    known = {name: set(inspect.signature(config).parameters) for name, config in _configs().items()}
-    for cell in code_cells(path):
-        source = "\n".join(line for line in cell.source.splitlines() if not line.startswith(("%", "!")))
-        for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-            name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-            for keyword in call.keywords if name in known else []:
-                assert keyword.arg is None or keyword.arg in known[name], f"{name}({keyword.arg}=…)"
 
 
 # --- the rules by which nbval forgives differences ------------------------------------------------------------------
