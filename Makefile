@@ -46,3 +46,6 @@ student: setup
 
 slides: setup
 	$(BIN)/python -m tools.slides
+
+kit: setup
+	$(BIN)/python -m tools.kit

@@ -6,9 +6,17 @@ import re
 from pathlib import Path
 
 import latex2mathml.converter
+import mistune
 from nbconvert import HTMLExporter
 from nbconvert.preprocessors import Preprocessor
 
+_SHEET = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+@page {{ size: A4 landscape; margin: 9mm }}
+body {{ font: 14px/1.4 sans-serif; max-width: 1080px; margin: auto }}
+h1 {{ font-size: 21px; margin: 4px 0 }} p {{ margin: 5px 0 }} code {{ font-size: 13px }}
+table {{ border-collapse: collapse; width: 100% }}
+th, td {{ border-bottom: 1px solid #999; text-align: left; padding: 3px 6px; vertical-align: top }}
+</style></head><body>{body}</body></html>"""
 TEMPLATES = Path(__file__).parent / "templates"
 # Code first: a dollar in it is a dollar.
 _MATH = re.compile(r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|\$(?P<inline>[^$\n]+?)\$", flags=re.DOTALL)
@@ -51,3 +59,9 @@ def html(path: Path) -> str:
     )
     page, _ = exporter.from_filename(str(path))
     return linked(page, ".html")
+
+
+def sheet(path: Path) -> str:
+    """A Markdown file as a page that prints on one side of A4."""
+    text = path.read_text(encoding="utf-8")
+    return _SHEET.format(title=text.splitlines()[0].lstrip("# "), body=mistune.html(text))

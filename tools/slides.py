@@ -19,7 +19,7 @@ from pathlib import Path
 import nbformat
 from nbconvert import SlidesExporter
 
-from tools.pages import TEMPLATES, MathML, linked
+from tools.pages import TEMPLATES, MathML, linked, sheet
 
 ROOT = Path(__file__).resolve().parents[1]
 REVEAL = "5.2.1"
@@ -104,6 +104,7 @@ def main(target: Path = ROOT / "build" / "slides") -> int:
     put_reveal(target, cache=target.parent)
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         print(write_slides(path, target))
+    (target / "cheatsheet.html").write_text(sheet(ROOT / "docs" / "cheatsheet.md"), encoding="utf-8")
     return 0
 
 
