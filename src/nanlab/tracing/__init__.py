@@ -29,19 +29,18 @@ def locate(
 ) -> Report:
     """Explain the first non-finite number that reached a step's result, gradients, parameters or optimizer state.
 
-    Args: step: a callable without arguments: forward, backward, optimizer step, or a loop of them. It is run **once**
-        and
-            does what it does: nothing is undone afterwards. Or a transformers/TRL trainer: its batches are run until
-            one fails, that one is replayed, and everything is put back, bit for bit (see ``nanlab.tracing.replay``).
-        model, optimizer: for names. Without them, what ``step`` refers to is used. mode: "train" or "eval"; for a
-        trainer. max_batches: give up after so many healthy batches; for a trainer. named_tensors: tensors, or dicts
-        of tensors, to be called by name if they are bad: ``locate(step, batch=batch)``.
-
-    Raises: InputError: ``step`` is neither a callable nor a trainer, or ``mode`` is unknown.
+    step: a callable without arguments: forward, backward, optimizer step, or a loop of them. It is run **once** and
+        does what it does: nothing is undone afterwards. Or a transformers/TRL trainer: its batches are run until one
+        fails, that one is replayed, and everything is put back, bit for bit (see ``nanlab.tracing.replay``).
+    model, optimizer: for names. Without them, what ``step`` refers to is used.
+    mode: "train" or "eval"; for a trainer.
+    max_batches: give up after so many healthy batches; for a trainer.
+    named_tensors: tensors, or dicts of tensors, to be called by name if they are bad: ``locate(step, batch=batch)``.
 
     A step that raises gives a report too: up to there, with ``report.exception``. Compiled models run eagerly here,
     and the inside of one fused kernel (flex_attention, Triton) is one operation. Each process of a distributed run
     reports its own. On a GPU every check waits for the device; the cost was measured on CPU only.
+    Raises `InputError` where ``step`` is neither a callable nor a trainer, or ``mode`` is unknown.
     """
     if is_trainer(step):
         return locate_in_trainer(step, mode, max_batches)
