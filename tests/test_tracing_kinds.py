@@ -278,3 +278,17 @@ def test_an_overflow_beside_a_mask_is_still_an_overflow():
     assert (report.cause, report.kind, report.rows) == ("overflow", "inf", [0]), str(report)
     assert report.source == line("beside a mask")
     assert "times that" not in report.explanation or "1.94e+130" in report.explanation
+
+
+def test_an_entropy_with_a_masked_answer_that_where_drops_is_an_edge():
+    logits = torch.randn(2, 4, requires_grad=True)
+
+    def step():
+        allowed = torch.tensor([True, True, False, True])
+        log_probs = logits.masked_fill(~allowed, -INF).log_softmax(-1)
+        products = torch.exp(log_probs) * log_probs  # slope of a masked answer
+        torch.where(allowed, products, 0.0).sum().backward()
+
+    report = locate(step)
+    assert (report.cause, report.phase) == ("gradient_at_edge", "backward")
+    assert report.source == line("slope of a masked answer")

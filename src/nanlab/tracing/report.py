@@ -25,10 +25,11 @@ class Report:
     ``phase``: "data", "state", "forward", "backward" or "optimizer". ``op``: the operation, or the name of the tensor
     that was bad on arrival. ``module``: qualified name; for a gradient, of the forward operation. ``source``:
     "file.py:12", the innermost line of the user's own code; ``library``: the innermost line of a library, when the
-    fault is in there, else ""; ``code``: function and text of the two. ``rows``: indices into the first dimension of the bad tensor (the batch, for data and
-    activations), which is ``length`` long. ``others``: further independent births, earliest first. ``exception``: what the step raised, if it
-    did. ``growth``: the largest |parameter| before each optimizer step up to the birth, and at it. From
-    a trainer: ``batch`` (from 0), ``examples``: the rows of its dataset, where known, and ``texts`` of the bad rows.
+    fault is in there, else ""; ``code``: function and text of the two. ``rows``: indices into the first dimension of
+    the bad tensor (the batch, for data and activations), which is ``length`` long. ``others``: further independent
+    births, earliest first. ``exception``: what the step raised, if it did. ``growth``: the largest |parameter| before
+    each optimizer step up to the birth, and at it. From a trainer: ``batch`` (from 0), ``examples``: the rows of its
+    dataset, where known, and ``texts`` of the bad rows.
     """
 
     found: bool = False
@@ -67,14 +68,12 @@ class Report:
         rows = f"rows {listed(self.rows)} (from 0; there are {self.length})" if self.rows else ""
         examples = f"which are rows {listed(self.examples)} of the dataset" if self.examples else ""
         batch = f"batch {self.batch} (from 0)" if self.batch is not None else ""
+        texts = [f"row {row}: {text}" for row, text in self.texts.items()]
         items = {
             "Line": [f"{self.source}  {self.code[0]}" if self.source and self.code[0] else ""],
             "What": [self.explanation if self.found else NOTHING],
             "In the library": [f"{self.library}  {self.code[1]}".strip()],
-            "Rows": [
-                ", ".join(filter(None, [batch, rows, examples])),
-                *(f"row {r}: {text}" for r, text in self.texts.items()),
-            ],
+            "Rows": [", ".join(filter(None, [batch, rows, examples])), *texts],
             "Story": self.story,
             "Inputs": self.inputs,
             "Largest |parameter|": [growth if self.growth and self.growth[-1] > 10 * self.growth[0] else ""],

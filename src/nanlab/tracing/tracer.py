@@ -208,9 +208,9 @@ class Tracer(TorchDispatchMode):
 
     ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor).
     ``forward``: autograd sequence number → (call, frames, operation). ``counts``: storages of sums; a zero among them
-    is an empty count. ``moved``: storages in which an optimizer left something bad. ``reads``: behind the last bad number read into Python. ``setting``: the event of a NaN
-    learning rate. ``outside``: frames around the call of backward(). ``growth``: (number of the operation, largest
-    |parameter|) before each optimizer step.
+    is an empty count. ``moved``: storages in which an optimizer left something bad. ``reads``: behind the last bad
+    number read into Python. ``setting``: the event of a NaN learning rate. ``outside``: frames around the call of
+    backward(). ``growth``: (number of the operation, largest |parameter|) before each optimizer step.
     """
 
     supports_higher_order_operators = True
@@ -424,7 +424,7 @@ class Tracer(TorchDispatchMode):
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
         event = self.event(birth.op.rstrip("_"), writes_leaf=written and birth.out.is_leaf and birth.out.requires_grad)
         birth.native = event.phase == "backward" and not walk(sys._getframe(1), self.call and self.call.frame)[0]
-        birth.saved = any(p.phase == "forward" and not p.deliberate for p in parents)
+        birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
         birth.phase, birth.counted = event.phase, lambda t: key_of(t) in self.counts
         given = as_list(self.stepping.param_groups[0].get("eps")) if self.stepping is not None else ()
         birth.eps = [float(e) for e in given if e is not None]  # Adafactor has two
