@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "claims.md"
@@ -46,6 +47,22 @@ def test_no_claim_of_the_list_is_missing():
     listed = re.findall(r"^\| ([ABC]\d+) \|", SHARED.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert len(listed) > 50
     assert set(listed) <= {claim["id"] for claim in CLAIMS}
+
+
+# --- claims that no cell shows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("eps", "log", "slope", "quotient"),  # of log(0 + eps), and of 1 / (0 + eps): finite?
+    [(1e-8, False, False, False), (1e-7, True, False, False), (1e-5, True, False, False), (1.6e-5, True, True, True)],
+)
+def test_in_fp16_an_eps_of_1e5_is_more_than_a_log_needs_and_less_than_a_quotient_does(eps, log, slope, quotient):
+    """C32. The largest fp16 number is 65504, so 1 / eps is finite from 1 / 65504 = 1.53e-5 on."""
+    eps = torch.tensor(eps, dtype=torch.float16)
+    x = torch.zeros((), dtype=torch.float16, requires_grad=True)
+    value = (x + eps).log()
+    (gradient,) = torch.autograd.grad(value, x)
+    assert [t.isfinite().item() for t in (value, gradient, 1 / (0 * x + eps))] == [log, slope, quotient]
 
 
 # --- the check itself: each way in which a proof can die is seen ------------------------------------------------------
