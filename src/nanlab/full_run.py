@@ -334,6 +334,13 @@ def _load(start: Path):
     return model, transformers.AutoTokenizer.from_pretrained(start)
 
 
+def _has_fast_bf16() -> bool:
+    """Whether this GPU computes in bf16; else the run is in fp32. Before compute capability 8 (T4, V100) bf16 is only
+    emulated. fp16 would be fast there, but needs a loss scaler and has the edges that this course is about.
+    """
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def _trainer(method: str, plan: dict[str, Any], folder: Path, model, tokenizer, data):
     how = METHODS[method]
     on_gpu = torch.cuda.is_available()
@@ -350,7 +357,7 @@ def _trainer(method: str, plan: dict[str, Any], folder: Path, model, tokenizer, 
         logging_steps=max(1, plan["steps"] // 12),
         save_steps=max(1, plan["steps"] // 3),
         save_total_limit=2,
-        bf16=on_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
+        bf16=on_gpu and _has_fast_bf16(),
         use_cpu=not on_gpu,
         seed=plan["seed"],
         report_to=[],
