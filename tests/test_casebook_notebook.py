@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from nbclient import NotebookClient
 
 from nanlab.course import exam as paper_module
 from nanlab.course.cases import CASES, TRAPS, exam
-from nanlab.course.exam import CHOICES, HINTS, PARTS, Note, Paper, escape, grade, statement
+from nanlab.course.exam import CHOICES, HINTS, PARTS, Note, Paper, grade, statement
 from nanlab.errors import InputError
 from nanlab.tracing.causes import CAUSES
 
@@ -191,13 +192,27 @@ def test_the_score_names_the_weak_cause_and_its_lesson(monkeypatch, capsys):
     assert sum(bar.get_width() for bar in figure.axes[0].patches) == 36
 
 
-def test_markdown_shows_text_as_it_is():
-    assert escape("a*b <unk> max_len $x$") == r"a\*b \<unk\> max\_len \$x\$"
-    assert escape("see https://x.org/a_b") == "see https://x.org/a_b"
-    assert escape("notebooks/04_log_of_zero.ipynb") == r"[04\_log\_of\_zero](04_log_of_zero.ipynb)"
-    note = Note((("Log", "text", "loss nan"),))
-    assert note._repr_markdown_() == "**Log**\n\n```text\nloss nan\n```"
-    assert repr(note) == "Log\n    loss nan"
+def test_a_note_reads_well_in_both_forms():
+    note = Note((("Log", "text", "a < b"), ("", "prose", "see https://x.org/a-b or notebooks/04_log_of_zero.ipynb")))
+    assert repr(note) == "Log\n    a < b\n\nsee https://x.org/a-b or notebooks/04_log_of_zero.ipynb"
+    page = note._repr_html_()
+    assert "a &lt; b</pre>" in page
+    assert (
+        "<a href='https://x.org/a-b'>https://x.org/a-b</a> or <a href='04_log_of_zero.ipynb'>04_log_of_zero</a>" in page
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_post_numbers_the_lines_and_has_no_colours(case):
+    note = Note((("Code", "numbered", case.code),))
+    assert f"{case.number:7}  " in repr(note).splitlines()[case.number]
+    assert case.line.strip() in repr(note).splitlines()[case.number]
+    page = note._repr_html_()
+    assert f">{case.number:3}  </span>" in page.splitlines()[case.number - 1]
+    text = html.unescape(re.sub(r"<[^>]+>", "", page)).removeprefix("Code").splitlines()
+    assert text == [f"{n:3}  {line}" for n, line in enumerate(case.code.splitlines(), 1)]
+    styles = " ".join(re.findall(r"style=['\"]([^'\"]*)", page))
+    assert not re.search(r"\bcolor|background", styles), "a dark page would hide them"
 
 
 # --- the draw -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import html
 import inspect
 import re
 import textwrap
@@ -52,30 +53,60 @@ SAID = {
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
+PRE = (  # bold and italic instead of colours, which a dark page would hide; numbers are left out when code is copied
+    "<pre style='font-family:var(--jp-code-font-family,monospace);white-space:pre;overflow-x:auto;line-height:1.4;"
+    "margin:.3em 0 1em'>{}</pre>"
+)
+NUMBER = "<span style='opacity:.75;user-select:none'>{}</span>"
+TITLE = "<p style='font-weight:600;margin:.8em 0 0'>{}</p>"
+
+
 @dataclass(frozen=True, repr=False)
 class Note:
-    """Blocks of (title, language, text), for Jupyter (Markdown) and for plain text. No language: prose."""
+    """Blocks of (title, kind, text), for Jupyter and as plain text. Kinds: "prose", "text", "python", "numbered"."""
 
     blocks: tuple[tuple[str, str, str], ...]
 
-    def _repr_markdown_(self) -> str:
-        fence = lambda kind, text: f"```{kind}\n{text}\n```" if kind else escape(text)
-        return "\n\n".join(f"**{title}**\n\n" * bool(title) + fence(kind, text) for title, kind, text in self.blocks)
+    def _repr_html_(self) -> str:
+        heading = lambda title: TITLE.format(html.escape(title)) if title else ""
+        return "\n".join(heading(title) + SHOWN[kind](text) for title, kind, text in self.blocks)
 
     def __repr__(self) -> str:
-        wrap = lambda text: "\n".join(textwrap.fill(line, 100, break_long_words=False) for line in text.splitlines())
-        fence = lambda kind, text: textwrap.indent(text, "    ") if kind else wrap(text)
-        return "\n\n".join(f"{title}\n" * bool(title) + fence(kind, text) for title, kind, text in self.blocks)
+        said = []
+        for title, kind, text in self.blocks:
+            lines = counted(text) if kind == "numbered" else text.splitlines()
+            prose = textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+            body = prose if kind == "prose" else textwrap.indent("\n".join(lines), "    ")
+            said.append(f"{title}\n{body}" if title else body)
+        return "\n\n".join(said)
 
 
-def escape(text: str) -> str:
-    """Text that Markdown shows as it is; an address stays one, and the name of a notebook becomes a link to it."""
-    text = re.sub(r"https?://\S+|[\\*_<>$`#|~\[\]]", lambda m: m[0] if len(m[0]) > 1 else "\\" + m[0], text)
-    return re.sub(r"notebooks/(\S+)\.ipynb", lambda m: f"[{m[1]}]({m[1].replace(chr(92), '')}.ipynb)", text)
+def linked(text: str) -> str:
+    """A paragraph; addresses and names of notebooks become links."""
+    text = re.sub(r"https?://\S+", r"<a href='\g<0>'>\g<0></a>", html.escape(text))
+    return "<p>" + re.sub(r"notebooks/(\w+)\.ipynb", r"<a href='\1.ipynb'>\1</a>", text) + "</p>"
 
 
-def numbered(code: str) -> str:
-    return "\n".join(f"{n:3}  {line}".rstrip() for n, line in enumerate(code.splitlines(), 1))
+def coded(code: str, number: str = "") -> str:
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    look = HtmlFormatter(style="bw", noclasses=True, nobackground=True, nowrap=True)
+    lines = highlight(code, PythonLexer(), look).rstrip().splitlines()
+    return PRE.format("\n".join(number.format(f"{n:3}  ") + line for n, line in enumerate(lines, 1)))
+
+
+def counted(code: str) -> list[str]:
+    return [f"{n:3}  {line}".rstrip() for n, line in enumerate(code.splitlines(), 1)]
+
+
+SHOWN = {
+    "prose": linked,
+    "text": lambda text: PRE.format(html.escape(text)),
+    "python": coded,
+    "numbered": lambda code: coded(code, NUMBER),
+}
 
 
 # -- one answer ------------------------------------------------------------------------------------------------------
@@ -174,7 +205,7 @@ class Paper:
     def post(self, number: int) -> Note:
         """What the user wrote, the log of running the code, and the code with its line numbers."""
         case = self.case(number)
-        return Note((("", "", case.symptom), ("Log", "text", case.log()), ("Code", "python", numbered(case.code))))
+        return Note((("", "prose", case.symptom), ("Log", "text", case.log()), ("Code", "numbered", case.code)))
 
     def check(self, number: int, answer: Mapping) -> bool:
         """Print which parts of the answer are right, and keep it for the score. True if all are."""
@@ -202,7 +233,7 @@ class Paper:
             marks.setdefault(number, dict.fromkeys(PARTS, False))
         self.revealed.add(number)
         said = localised(case, case.see())
-        display(Note((*truth(case), (SAID[case.tool], "", ""))))
+        display(Note((*truth(case), (SAID[case.tool], "prose", ""))))
         display(Note((("", "text", said),)) if isinstance(said, str) else said)
         display(Note(ending(case)))
 
@@ -265,7 +296,7 @@ def truth(case: Case) -> tuple[tuple[str, str, str], ...]:
     """One line such as "finite and wrong: empty_mean in forward, line 7", and the code of that line."""
     where = " in ".join(filter(None, [case.cause, case.phase]))
     head = ": ".join(filter(None, [case.trap, ", ".join(filter(None, [where, f"line {case.number}"]))]))
-    return ("", "", head), ("", "python", case.line.strip())
+    return ("", "prose", head), ("", "python", case.line.strip())
 
 
 def ending(case: Case) -> tuple[tuple[str, str, str], ...]:
@@ -275,11 +306,11 @@ def ending(case: Case) -> tuple[tuple[str, str, str], ...]:
         value = {name: value[name] for name in expected}
     verdict = f"the same within {case.tolerance:g}" if case.right(value) else "NOT the same"
     return (
-        ("The story", "", case.story),
+        ("The story", "prose", case.story),
         ("The fix", "python", case.fix_code),
         ("Its value", "text", f"fixed:     {line_of(value)}\nreference: {line_of(expected)}\n→ {verdict}"),
-        ("", "", f"Report: {case.link}"),
-        ("", "", f"Lesson: notebooks/{case.lesson}.ipynb"),
+        ("", "prose", f"Report: {case.link}"),
+        ("", "prose", f"Lesson: notebooks/{case.lesson}.ipynb"),
     )
 
 
