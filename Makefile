@@ -36,7 +36,7 @@ lab: setup
 bench: setup
 	$(BIN)/python -m bench
 
-.PHONY: colab doors student slides kit drift
+.PHONY: colab doors student slides kit drift site
 colab: setup
 	$(BIN)/python -m tools.colab --repo "$(REPO)" --ref "$(REF)"
 

@@ -153,9 +153,7 @@ def check_folds(page, original: nbformat.NotebookNode) -> None:
     for number, cell in enumerate(original.cells):
         if "solution" in cell.metadata.get("tags", []):
             assert not cells.nth(number).locator(".cm-content").is_visible(), f"cell {number} gives the solution away"
-            line = cells.nth(number).locator(
-                ".jp-InputPlaceholder"
-            )  # JupyterLab shows the first line of what is folded
+            line = cells.nth(number).locator(".jp-InputPlaceholder")  # it shows the first line of what is folded
             line.scroll_into_view_if_needed()
             assert line.is_visible()
             assert "check_" not in line.text_content(), f"the first line of cell {number} is the solution"
