@@ -69,3 +69,14 @@ drift:
 	$(DRIFT)/bin/nanlab check
 	$(DRIFT)/bin/python -m pytest -n0 -o addopts= tests/test_drift.py tests/test_losses_vs_trl.py
 	$(DRIFT)/bin/python -m pytest -n0 -o addopts= --nbval-lax --nbval-current-env notebooks/10_*.ipynb notebooks/11_*.ipynb notebooks/13_*.ipynb
+
+# The lowest releases that pyproject.toml admits, on the lowest Python: the fast tests, without the notebooks. With torch
+# from PyPI this downloads some GB of CUDA libraries.
+LOWEST := build/lowest
+LOWEST_PYTHON ?= python3.10
+.PHONY: lowest
+lowest:
+	$(LOWEST_PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(LOWEST)/bin/python -m pip install --quiet -c requirements-lowest.txt '.[smollm2,lab,test]'
+	$(LOWEST)/bin/python -m pytest tests

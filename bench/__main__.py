@@ -1,4 +1,7 @@
-"""Print every table: `python -m bench`. Each one alone: `python -m bench.NAME`."""
+"""Print every table: `python -m bench`. Each one alone: `python -m bench.NAME`.
+
+`python -m bench.versions` is not among them: it downloads other releases of the libraries.
+"""
 
 from __future__ import annotations
 
