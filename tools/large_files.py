@@ -1,4 +1,4 @@
-"""Refuse large files: `python -m tools.large_files FILE …` (a hook of pre-commit). A notebook has the same limit in its test."""
+"""Refuse large files: `python -m tools.large_files FILE …`, a hook of pre-commit. Notebooks have the same limit."""
 
 from __future__ import annotations
 
