@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import tempfile
 
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanlab.course.cases.frame import Case
+from nanlab.course.materials import tiny_tokenizer
+from nanlab.inspection import preflight
 
 CASES: list[Case] = []
 
@@ -22,6 +25,12 @@ def strict_runs():
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def look_at(factory):
+    """preflight of the model that a step works with, and one harmless row."""
+    model = inspect.getclosurevars(inspect.unwrap(factory())).nonlocals["model"]
+    return preflight([{"text": "one and one is two"}], tiny_tokenizer(), model=model)
 
 
 # -- nemo-3232 -------------------------------------------------------------------------------------------------------
@@ -131,7 +140,7 @@ def load(model, checkpoint):
 
 def loaded_model():
     trained = nn.Sequential(nn.Embedding(10, 8), Rope(8), nn.Linear(8, 10))
-    with strict_runs():
+    with strict_runs():  # deterministic, so that runs can be compared
         model = load(nn.Sequential(nn.Embedding(10, 8), Rope(8), nn.Linear(8, 10)), trained.state_dict())
     ids = torch.tensor([4, 2, 9, 2])
 
@@ -175,7 +184,10 @@ CASES.append(
         parts=(Rope, load),
         cause="bad_state",
         phase="state",
-        line="angle = torch.arange(len(x))[:, None] * self.inv_freq",
+        line="setattr(module, name, torch.empty_like(getattr(module, name)))",
+        tool="preflight",
+        look=lambda: look_at(loaded_model),
+        finding="bad_buffers",
         link="https://github.com/huggingface/transformers/pull/48932",
         family="bad_weights",
         story="Non-persistent buffers are in no checkpoint and in no state_dict; loading replaced them by fresh "
@@ -206,7 +218,7 @@ def initialise(module):
 def from_meta():
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(10, 8), Norm(8), nn.Linear(8, 10))
-    with strict_runs():
+    with strict_runs():  # deterministic, so that runs can be compared
         model = model.to_empty(device="cpu").apply(initialise)
     ids = torch.tensor([4, 2, 9, 7, 2])
 
@@ -253,7 +265,10 @@ CASES.append(
         parts=(Norm, initialise),
         cause="bad_state",
         phase="state",
-        line="return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight",
+        line='model = model.to_empty(device="cpu").apply(initialise)',
+        tool="preflight",
+        look=lambda: look_at(from_meta),
+        finding="bad_weights",
         link="https://github.com/mosaicml/llm-foundry/pull/1745",
         family="bad_weights",
         story="to_empty gives memory without content, and the initialisation has no line for the norm, whose __init__ "
@@ -341,9 +356,9 @@ CASES.append(
         trap="finite and wrong",
         tool="none: compare with a reference",
         lesson="07_learning_rate_and_dirty_data",
-        story="The file has the names of the hub format (embed_out), the model of today has others (lm_head). "
-        "strict=False passes over both in silence, and the head keeps its random start. Loading must say what it did "
-        "not load; from_pretrained translates.",
+        story="The report is of another family, the mechanism is the same: the file has the names of the hub format "
+        "(embed_out), the model of today has others (lm_head). strict=False passes over both in silence, and the head "
+        "keeps its random start. Loading must say what it did not load; from_pretrained translates.",
         difficulty=3,
     )
 )

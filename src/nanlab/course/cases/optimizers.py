@@ -11,7 +11,7 @@ from torch import nn
 
 from nanlab.course.cases.frame import Case
 from nanlab.course.cases.helpers import trainer
-from nanlab.course.materials import load_model
+from nanlab.course.materials import tiny_tokenizer
 from nanlab.course.notebook import quiet
 from nanlab.models import clone
 
@@ -26,6 +26,13 @@ def preferences():
     facts = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo"}
     asked = [{"prompt": f"The capital of {land} is", "chosen": f" {city}."} for land, city in facts.items()]
     return [{**row, "rejected": " a secret."} for row in asked]
+
+
+def small_pythia(dtype):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=1536, **sizes)).eval().to(dtype)
 
 
 def dpo_trainer(model, tokenizer, **settings):
@@ -53,7 +60,7 @@ def lines(run):
 
 
 def dpo_training():
-    model, tokenizer = load_model("tiny", dtype=torch.float16)
+    model, tokenizer = small_pythia(torch.float16), tiny_tokenizer()
     tokenizer.pad_token = "<|padding|>"
     run = dpo_trainer(model, tokenizer, optim="adamw_torch", learning_rate=1e-4)
 
@@ -66,7 +73,7 @@ def dpo_training():
 
 
 def dpo_training_fixed():
-    model, tokenizer = load_model("tiny", dtype=torch.float32)
+    model, tokenizer = small_pythia(torch.float32), tiny_tokenizer()
     tokenizer.pad_token = "<|padding|>"
     run = dpo_trainer(model, tokenizer, optim="adamw_torch", learning_rate=1e-4)
 
@@ -80,8 +87,8 @@ def dpo_training_fixed():
 
 def dpo_training_reference():
     """Both steps in a loop of our own, in float64, pair by pair; the reference is the fresh model."""
-    model, tokenizer = load_model("tiny")
-    model = model.double()
+    torch.manual_seed(0)
+    model, tokenizer = small_pythia(torch.float64), tiny_tokenizer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     ids = {name: [tokenizer(row["prompt"] + row[name])["input_ids"] + [0] for row in preferences()] for name in ANSWERS}
     starts, fresh, losses = [len(tokenizer(row["prompt"])["input_ids"]) for row in preferences()], None, []
@@ -109,11 +116,11 @@ CASES.append(
         id="trl-1789",
         title="A small model, two steps",
         symptom="DPO with a Pythia model that is loaded in float16 and trained on the CPU. The first line of the log "
-        "is perfect: 0.6931. In the second the loss is 0.0, and all metrics of the evaluation are nan.",
+        "is perfect: 0.6931. In the second the loss is 0.0, and the rewards are nan.",
         broken=dpo_training,
         fixed=dpo_training_fixed,
         reference=dpo_training_reference,
-        parts=(preferences,),
+        parts=(preferences, small_pythia),
         cause="optimizer_underflow",
         phase="optimizer",
         line="run.train()",
@@ -184,14 +191,14 @@ CASES.append(
 # -- tropt-8 ---------------------------------------------------------------------------------------------------------
 def soft_prompt():
     embed, head = nn.Embedding(30, 16).half(), nn.Linear(16, 30).half()
-    words, target = torch.tensor([4, 9, 21]), torch.tensor([17])
+    text, target = torch.randint(0, 30, (200,)), torch.tensor([17])
     prompt = nn.Parameter(embed(torch.tensor([1, 2])).detach())
     optimizer = torch.optim.Adam([prompt], lr=0.05)
 
     def step():
         for n in range(3):
-            hidden = torch.cat([prompt, embed(words)]).mean(0, keepdim=True)
-            loss = F.cross_entropy(head(hidden * 0.01).float(), target)
+            hidden = torch.cat([prompt, embed(text)]).mean(0, keepdim=True)
+            loss = F.cross_entropy(head(hidden).float(), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -203,13 +210,13 @@ def soft_prompt():
 
 def soft_prompt_fixed():
     embed, head = nn.Embedding(30, 16).half(), nn.Linear(16, 30).half()
-    words, target = torch.tensor([4, 9, 21]), torch.tensor([17])
+    text, target = torch.randint(0, 30, (200,)), torch.tensor([17])
     prompt = nn.Parameter(embed(torch.tensor([1, 2])).detach().float())  # what is trained is float32
     optimizer = torch.optim.Adam([prompt], lr=0.05)
 
     def step():
         for _ in range(3):
-            hidden = torch.cat([prompt, embed(words).float()]).mean(0, keepdim=True) * 0.01
+            hidden = torch.cat([prompt, embed(text).float()]).mean(0, keepdim=True)
             loss = F.cross_entropy(F.linear(hidden, head.weight.float(), head.bias.float()), target)
             optimizer.zero_grad()
             loss.backward()
@@ -224,11 +231,11 @@ def soft_prompt_reference():
     torch.manual_seed(0)
     embed, head = nn.Embedding(30, 16).half(), nn.Linear(16, 30).half()
     table, w, b = embed.weight.detach().double(), head.weight.detach().double(), head.bias.detach().double()
-    p, m, v = table[[1, 2]], 0.0, 0.0
+    p, m, v, text = table[[1, 2]], 0.0, 0.0, torch.randint(0, 30, (200,))
     for t in range(1, 4):
-        logits = torch.cat([p, table[[4, 9, 21]]]).mean(0) * 0.01 @ w.T + b
+        logits = torch.cat([p, table[text]]).mean(0) @ w.T + b
         loss = logits.exp().sum().log() - logits[17]
-        slope = ((torch.softmax(logits, 0) - torch.eye(30).double()[17]) @ w * 0.01 / 5).expand(2, 16)
+        slope = ((torch.softmax(logits, 0) - torch.eye(30).double()[17]) @ w / 202).expand(2, 16)
         m, v = 0.9 * m + 0.1 * slope, 0.999 * v + 0.001 * slope**2
         p = p - 0.05 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
     return {"loss": loss}
@@ -496,7 +503,7 @@ CASES.append(
         story="The first factor is 0/0, all later ones are inf and cut down to 1: only the very first step has a rate "
         "of nan, and it is enough for every weight. A schedule is arithmetic too; print its first numbers. The log "
         "shows the rate, and few look.",
-        difficulty=2,
+        difficulty=1,
     )
 )
 
@@ -587,14 +594,15 @@ def duration_model():
 
     def step():
         before = model.weight.detach().clone()
-        for _ in range(10):
+        for n in range(10):
             loss = F.mse_loss(model(x), y) * 1e6  # seconds² to milliseconds²
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        print(f"loss {loss:.4g}, largest gradient after clipping {model.weight.grad.abs().max():.4g}")
-        return {"weights moved by": (model.weight - before).norm()}
+            if n % 3 == 0:
+                print(f"step {n}: loss {loss:.6g}, grad_norm {norm:.4g}")
+        return {"grad_norm": norm, "weights moved by": (model.weight - before).norm()}
 
     return step
 
@@ -630,12 +638,11 @@ CASES.append(
         fixed=duration_model_fixed,
         # Ten steps of length 1e-4 in one direction; the slope for the timestamps is the only one that counts.
         reference=lambda: {"weights moved by": 10 * 1e-4},
-        phase="backward",
-        line="nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        cause="overflow",
+        phase="forward",
+        line="norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         link="https://github.com/pytorch/pytorch/issues/46849",
         family="guard_hides_fault",
-        trap="finite and wrong",
-        tool="none: compare with a reference",
         lesson="09_guard",
         story="Each gradient is finite; their squares are not. The norm is inf, 1/inf is 0, and clipping sets every "
         "gradient to 0, without a word. error_if_nonfinite=True would have spoken. Better still: scale the features.",

@@ -256,8 +256,9 @@ CASES.append(
         line="probabilities = torch.softmax(logits / temperature, dim=-1)",
         link="https://github.com/vllm-project/vllm/issues/1623",
         family="fp16_forward_overflow",
-        story="A logit of 7 over 0.0001 is 70000, which is inf in float16, and a softmax with an inf in it is nan. "
-        "Greedy is an argmax: ask for that, and do the division in float32.",
+        story="The report gives the setting and the error. In float16, a logit of 7 over 0.0001 is 70000, which is "
+        "inf, and a softmax with an inf in it is nan. Greedy is an argmax: ask for that, and do the division in "
+        "float32.",
         difficulty=1,
     )
 )
@@ -395,6 +396,7 @@ CASES.append(
         line="loss = (predicted.sqrt() - area.sqrt()).square().sum() / valid.sum()",
         link="https://github.com/Junjue-Wang/FactSeg/issues/6",
         family="loss_scale_floor",
+        trap="finite and wrong",
         story="The mask puts a 0 under the root, and the slope of √ there is infinite: 0 · inf, every gradient is nan. "
         "The scaler takes it for a scale that is too high, skips the step, and halves, for ever. A guard that always "
         "acts hides a fault; a smaller scale cannot cure a nan.",

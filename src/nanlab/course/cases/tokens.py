@@ -75,6 +75,6 @@ CASES.append(
         lesson="05_unk_pad",
         story="The collator finds padding by its id. With pad = eos the true end of each answer is padding too, gets "
         "the label −100, and is never taught. Give padding a token of its own, or mask by position.",
-        difficulty=2,
+        difficulty=1,
     )
 )
