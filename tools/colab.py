@@ -81,7 +81,8 @@ def stamp(notebook, repo: str, ref: str, path: str) -> None:
     title, *rest = notebook.cells
     title.source = with_badge(title.source, repo, ref, path)
     new = TAG not in (rest[0].metadata.get("tags", []) if rest else [])
-    cell = nbformat.v4.new_code_cell(cell_source(repo, ref), id="colab", metadata=METADATA, execution_count=1)
+    name = "colab" if new else rest[0].id
+    cell = nbformat.v4.new_code_cell(cell_source(repo, ref), id=name, metadata=METADATA, execution_count=1)
     notebook.cells = [title, cell, *(rest if new else rest[1:])]
     for later in notebook.cells[2:] if new else []:
         for counted in [later, *later.get("outputs", [])]:
