@@ -20,11 +20,12 @@ CASES: list[Case] = []
 @contextlib.contextmanager
 def strict_runs():
     """Deterministic kernels only, inside."""  # and torch then fills new memory with NaN, the same in every run
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 def look_at(factory):
