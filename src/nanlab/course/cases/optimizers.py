@@ -615,7 +615,8 @@ def duration_model_fixed():
 
     def step():
         before = model.weight.detach().clone()
-        for _ in range(5):
+        log = []
+        for n in range(5):
             loss = F.mse_loss(model(x), y) * 1e6
             optimizer.zero_grad()
             loss.backward()
@@ -623,7 +624,8 @@ def duration_model_fixed():
             for p in model.parameters():
                 p.grad.mul_((1.0 / norm).clamp(max=1.0).float())
             optimizer.step()
-        return {"weights moved by": (model.weight - before).norm()}
+            log.append({"loss": loss.item(), "grad_norm": norm.item(), "step": n + 1})
+        return {"log": log, "weights moved by": (model.weight - before).norm()}
 
     return step
 
