@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import re
 import traceback
 import warnings
@@ -74,18 +73,15 @@ def use_detect_anomaly(case: Case) -> Verdict:
 
 
 def use_loss_check(case: Case) -> Verdict:
-    """Single numbers that the step returns, except for the norm of a gradient. A step that raises has been noticed."""
+    """Losses and other single numbers that the step returns, except for gradients. A step that raises is noticed."""
     try:
         result = case.fresh()()
     except Exception:
         return {"detected": True}
-    entries = result if isinstance(result, Mapping) else {"result": result}
-    numbers = [v for k, v in entries.items() if not k.startswith("grad") and (isinstance(v, float) or is_scalar(v))]
-    return {"detected": True} if any(not math.isfinite(v) for v in numbers) else {}
-
-
-def is_scalar(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
+    entries = result.items() if isinstance(result, Mapping) else [("result", result)]
+    numbers = {k: torch.as_tensor(v).float() for k, v in entries if k != "log" and not k.startswith("grad")}
+    watched = [v for k, v in numbers.items() if v.numel() == 1 or "loss" in k]
+    return {"detected": True} if any(not v.isfinite().all() for v in watched) else {}
 
 
 TOOLS = {

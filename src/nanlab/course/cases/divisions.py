@@ -542,7 +542,7 @@ def normalised_minibatches():
             loss.backward()
             optimizer.step()
             print(f"policy loss {loss:.4f}")
-        return {"weight": policy.weight}
+        return {"loss": loss, "weight": policy.weight}
 
     return step
 
