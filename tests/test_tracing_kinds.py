@@ -292,3 +292,62 @@ def test_an_entropy_with_a_masked_answer_that_where_drops_is_an_edge():
     report = locate(step)
     assert (report.cause, report.phase) == ("gradient_at_edge", "backward")
     assert report.source == line("slope of a masked answer")
+
+
+def test_a_number_that_the_step_writes_into_a_tensor_goes_by_the_name_of_the_tensor():
+    layer = nn.Conv2d(3, 4, 3)
+
+    def step():
+        image = torch.randn(2, 3, 8, 8)
+        image[1, 2, 3, 3] = NAN
+        product = image * 2
+        return F.relu(layer(product)).mean()
+
+    report = locate(step)
+    assert (report.cause, report.op, report.rows) == ("bad_input", "image", [1]), str(report)
+
+
+class Unwilling(dict):
+    """A mapping that loads its entries when asked for them, and fails."""
+
+    def items(self):
+        raise ValueError("not here")
+
+
+def test_a_variable_that_cannot_be_read_does_not_hide_the_name():
+    unwilling, x = Unwilling(a=1), torch.tensor([1.0, NAN])
+
+    def step():
+        assert unwilling is not None
+        return (x * 2).sum()
+
+    assert (locate(step).cause, locate(step).op) == ("bad_input", "x")
+
+
+def test_a_row_of_scores_that_overflowed_is_not_a_masked_row():
+    scores = (torch.rand(2, 3) + 1).requires_grad_()
+
+    def step():
+        scaled = -scores * 3e38 * 10  # below the smallest number
+        torch.softmax(scaled, -1).sum().backward()
+
+    report = locate(step)
+    assert (report.cause, report.source) == ("overflow", line("below the smallest number")), str(report)
+
+
+def test_complex_numbers_are_no_count():
+    z = torch.complex(torch.ones(3), torch.ones(3)).requires_grad_()
+    report = locate(lambda: (z[:1] * 0 / (z[:1] * 0)).abs().sum())
+    assert report.cause == "zero_over_zero", str(report)
+
+
+def test_what_detect_anomaly_stops_is_explained():
+    w = torch.tensor([0.0, 1.0], requires_grad=True)
+
+    def step():
+        with torch.autograd.detect_anomaly(check_nan=True):
+            (torch.sqrt(w) * 0).sum().backward()  # stopped by detect_anomaly
+
+    report = locate(step)
+    assert isinstance(report.exception, RuntimeError)
+    assert (report.cause, report.source) == ("gradient_at_edge", line("stopped by detect_anomaly")), str(report)

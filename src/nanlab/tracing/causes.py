@@ -253,7 +253,7 @@ def _(b: Birth) -> bool:
     counted = x.numel() == 1
     if isinstance(other, Tensor):  # a whole number, a sum, or what a sum is divided by: else 0/0 of measured things
         given = b.counted(x) and not other.requires_grad
-        counted = x.numel() == other.numel() and (given or b.counted(other) or not other.is_floating_point())
+        counted = x.numel() == other.numel() and (given or b.counted(other) or not is_float(other))
     return b.kind == "nan" and counted and b.zero(other) and not b.native
 
 

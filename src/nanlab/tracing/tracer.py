@@ -94,11 +94,14 @@ def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
     elif depth and not isinstance(value, (str, type, ModuleType, Tracer)):
-        entries = ((f"{name}.{k}", v) for k, v in getattr(value, "__dict__", {}).items())
-        if isinstance(value, (dict, UserDict, list, tuple)):
-            pairs = value.items() if isinstance(value, (dict, UserDict)) else enumerate(value)
-            entries = ((f"{name}[{k!r}]", v) for k, v in pairs)
-        for label, entry in itertools.islice(entries, 1000):
+        held = value.data if isinstance(value, UserDict) else value  # its own entries: some mappings load when asked
+        pairs = (
+            dict.items(held) if isinstance(held, dict) else enumerate(held) if isinstance(held, (list, tuple)) else ()
+        )
+        entries = [(f"{name}[{k!r}]", v) for k, v in itertools.islice(pairs, 1000)]
+        if not entries:
+            entries = [(f"{name}.{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
+        for label, entry in entries:
             yield from parts_of(label, entry, depth - 1)
 
 
@@ -147,7 +150,9 @@ class Event(Report):
         # An inf that backward meets in a saved value, but that never reached the loss, does not matter by itself.
         saved = lambda p: self.phase == "backward" and p.phase == "forward" and p.cause != "masked_row"
         real = [root for root in (p.root() for p in self.parents if not saved(p)) if not root.deliberate]
-        return min(real, key=lambda e: e.n) if real and self.cause != "masked_row" else self
+        if self.cause == "masked_row":  # a mask may be the logarithm of 0 and 1, or a bias that came in
+            real = [root for root in real if root.cause not in ("log_of_zero", "bad_input")]
+        return min(real, key=lambda e: e.n) if real else self
 
     def lineage(self) -> set[Event]:
         return {self}.union(*(p.lineage() for p in self.parents))
@@ -208,9 +213,10 @@ class Tracer(TorchDispatchMode):
 
     ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor).
     ``forward``: autograd sequence number → (call, frames, operation). ``counts``: storages of sums; a zero among them
-    is an empty count. ``moved``: storages in which an optimizer left something bad. ``reads``: behind the last bad
-    number read into Python. ``setting``: the event of a NaN learning rate. ``outside``: frames around the call of
-    backward(). ``growth``: (number of the operation, largest |parameter|) before each optimizer step.
+    is an empty count. ``put``: storages that something bad was copied into, as it was. ``reads``: behind the last bad
+    number read into Python; ``last``: behind the last bad output. ``setting``: the event of a NaN learning rate.
+    ``outside``: frames around the call of backward(). ``growth``: (number of the operation, largest |parameter|)
+    before each optimizer step.
     """
 
     supports_higher_order_operators = True
@@ -222,7 +228,15 @@ class Tracer(TorchDispatchMode):
         self.scaler_skips = self.went_backward = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
-        self.counts, self.checked, self.moved, self.reads, self.outside, self.growth = set(), set(), set(), (), (), []
+        self.counts, self.checked, self.put, self.reads, self.last, self.outside, self.growth = (
+            set(),
+            set(),
+            set(),
+            (),
+            (),
+            (),
+            [],
+        )
 
     # -- what things are called --------------------------------------------------------------------------------------
     def adopt(self, model: nn.Module, prefix: str = "") -> None:
@@ -419,7 +433,10 @@ class Tracer(TorchDispatchMode):
             carried, parents, is_born = trace(case, blame, before)
             if is_born and born is None:
                 born = self.born(case, parents, id(t) in before)
-            self.record(t, (*carried, born) if is_born else carried)
+            self.last = (*carried, born) if is_born else carried
+            self.record(t, self.last)
+            if before.get(id(t), "") is None or (born and born.name):
+                self.put.add(key_of(t))
 
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
         event = self.event(birth.op.rstrip("_"), writes_leaf=written and birth.out.is_leaf and birth.out.requires_grad)
@@ -450,11 +467,12 @@ class Tracer(TorchDispatchMode):
             first, index = divmod(first, size)
             address += index * step
         events = next((events for region, events in reversed(records) if covers(region, address)), records[-1][1])
-        for e in events if key_of(x) not in self.moved else ():
+        for e in events if key_of(x) in self.put else ():
             if e.phase == "data" and not e.deliberate and e.name.startswith((UNNAMED, CONSTANT)):
-                name, cause, whole = self.known(x)
-                if cause == "bad_state":  # a constant that was written into a parameter
-                    seen = e.about(whole, bad_mask(whole), name=name, op=name, cause=cause, phase="state")
+                name, cause, whole = self.known(x)  # a constant is called by what it was put into
+                if cause == "bad_state" or (name != UNNAMED and e.name == UNNAMED):
+                    phase = "state" if cause == "bad_state" else "data"
+                    seen = e.about(whole, bad_mask(whole), name=name, op=name, cause=cause, phase=phase)
                     vars(e).update(vars(seen), inputs=[f"{name}: {span(whole)}"])
         return events
 
@@ -484,8 +502,6 @@ class Tracer(TorchDispatchMode):
 
     def record(self, t: Tensor, events: tuple[Event, ...]) -> None:
         p, records = plain(t), self.taint.setdefault(key_of(t), [])
-        if self.stepping is not None:
-            self.moved.add(key_of(t))
         if p.numel() * p.element_size() >= p.untyped_storage().nbytes():
             records.clear()
         records.append(((p.storage_offset(), tuple(p.shape), p.stride()), events))
@@ -513,6 +529,8 @@ class Tracer(TorchDispatchMode):
 
     def abandoned(self, error: BaseException) -> None:
         """The step raised: what its frames held is all there is to judge by."""
+        if "returned nan values" in str(error):
+            self.sinks["the gradient at which detect_anomaly stopped"] = self.last
         trace = error.__traceback__
         while trace is not None:
             for name, value in list(trace.tb_frame.f_locals.items()) if whose(trace.tb_frame.f_code) == USER else ():
