@@ -14,6 +14,7 @@ include_patterns = ["docs/**", "notebooks/**", "CONTRIBUTING.md"]
 exclude_patterns = ["docs/_*", "docs/accelerate", "**/.ipynb_checkpoints", "notebooks/runs"]
 exclude_patterns += [".*", "bench", "build", "dist", "kit", "runs", "src", "tests", "tools"]
 
+suppress_warnings = ["toc.empty_glob"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "nanlab_site"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nbformat
@@ -63,9 +63,10 @@ def _address(runtime: Path, server: subprocess.Popen, log: str) -> tuple[str, st
     for _ in range(600):
         assert server.poll() is None, Path(log).read_text(encoding="utf-8")
         for file in runtime.glob("jpserver-*.json"):
-            told = json.loads(file.read_text(encoding="utf-8"))
-            if answers(told["url"], told["token"]) == 200:
-                return told["url"], told["token"]
+            with suppress(json.JSONDecodeError):  # half written
+                told = json.loads(file.read_text(encoding="utf-8"))
+                if answers(told["url"], told["token"]) == 200:
+                    return told["url"], told["token"]
         time.sleep(0.1)
     raise AssertionError(f"JupyterLab did not start: {Path(log).read_text(encoding='utf-8')}")
 
@@ -78,7 +79,7 @@ def answers(url: str, token: str) -> int:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
-    except (urllib.error.URLError, json.JSONDecodeError):
+    except urllib.error.URLError:
         return 0
 
 
@@ -121,6 +122,19 @@ def check_saved(saved: nbformat.NotebookNode, original: nbformat.NotebookNode) -
     assert all(len(alt) > 20 for alt in alts), alts
 
 
+def bring(locator):
+    """Scrolls until the element is on the screen, and drawn: JupyterLab draws only what is near."""
+    for _ in range(100):
+        locator.evaluate("e => e.scrollIntoView({block: 'start'})")
+        locator.page.wait_for_timeout(100)
+        if locator.evaluate(
+            """e => { const box = e.getBoundingClientRect(); return box.height > 0 && box.bottom > 0
+                 && box.top < innerHeight && e.checkVisibility({contentVisibilityAuto: true}); }"""
+        ):
+            return
+    raise AssertionError(f"never on the screen: {locator.evaluate('e => e.outerHTML')[:200]}")
+
+
 def check_screen(page, original: nbformat.NotebookNode) -> None:
     """No error, every figure drawn, cards and outputs readable, solutions folded."""
     outputs = [output for cell in original.cells for output in cell.get("outputs", [])]
@@ -131,13 +145,13 @@ def check_screen(page, original: nbformat.NotebookNode) -> None:
     figures = page.locator(".jp-OutputArea img")
     assert figures.count() == sum("image/png" in output.get("data", {}) for output in outputs)
     for figure in figures.all():
-        figure.scroll_into_view_if_needed()
+        bring(figure)
         assert figure.evaluate("async image => (await image.decode(), image.naturalWidth)") > 100
 
     cards = page.locator(".jp-OutputArea section", has_text="locate: ")
     assert cards.count() == sum("<h4" in output.get("data", {}).get("text/html", "") for output in outputs)
     for card in cards.all():
-        card.scroll_into_view_if_needed()
+        bring(card)
         assert re.search(r"locate: .+What.+Advice", card.inner_text(), re.DOTALL), "the card is not all there"
         worst = worst_contrast(card)
         assert worst["ratio"] >= READABLE, worst
@@ -154,7 +168,7 @@ def check_folds(page, original: nbformat.NotebookNode) -> None:
         if "solution" in cell.metadata.get("tags", []):
             assert not cells.nth(number).locator(".cm-content").is_visible(), f"cell {number} gives the solution away"
             line = cells.nth(number).locator(".jp-InputPlaceholder")  # it shows the first line of what is folded
-            line.scroll_into_view_if_needed()
+            bring(line)
             assert line.is_visible()
             assert "check_" not in line.text_content(), f"the first line of cell {number} is the solution"
 
@@ -195,10 +209,10 @@ def test_runs_from_the_menu_and_reads_well_in_both_themes(name, tmp_path):
 
 def keep_screenshots(page, name: str) -> None:
     """The top, the first card and the first figure, where there are any."""
-    page.locator(".jp-Notebook .jp-Cell").first.scroll_into_view_if_needed()
+    bring(page.locator(".jp-Notebook .jp-Cell").first)
     keep_screenshot(page, name)
     for what, selector in {"card": ".jp-OutputArea section", "figure": ".jp-OutputArea img"}.items():
         first = page.locator(selector).first
         if first.count():
-            first.scroll_into_view_if_needed()
+            bring(first)
             keep_screenshot(page, f"{name}_{what}")

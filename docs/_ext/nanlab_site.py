@@ -13,25 +13,27 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 
-FOLDS = {"solution": "hide-cell", "colab": "hide-cell"}  # tag of a notebook's cell → tag that myst-nb folds by
-PROMPTS = {"solution": "Show the solution", "colab": "Show the set-up cell for Colab"}
-
 
 def jupyter_anchor(title: str) -> str:
     """The anchor that JupyterLab gives a heading; the links between the notebooks are written with it."""
     return title.strip().replace(" ", "-")
 
 
-def fold(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Cells that are folded in JupyterLab are folded here."""
+def adapt(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Solutions are folded, Colab's set-up is left out, and links in outputs lead to pages."""
     if app.env.doc2path(docname).suffix != ".ipynb":
         return
     notebook = json.loads(source[0])
     for cell in notebook["cells"]:
         tags = cell["metadata"].setdefault("tags", [])
-        for tag in FOLDS.keys() & set(tags):
-            tags.append(FOLDS[tag])
-            cell["metadata"]["mystnb"] = {"code_prompt_show": PROMPTS[tag]}
+        if "solution" in tags:
+            tags.append("hide-cell")
+            cell["metadata"]["mystnb"] = {"code_prompt_show": "Show the solution"}
+        if "colab" in tags:
+            tags.append("remove-cell")
+        for data in [output["data"] for output in cell.get("outputs", []) if "text/html" in output.get("data", {})]:
+            html = "".join(data["text/html"])
+            data["text/html"] = re.sub(r"""(href=["']\d\d_\w+)\.ipynb\b""", r"\1.html", html)
     source[0] = json.dumps(notebook)
 
 
@@ -86,7 +88,7 @@ def escape_bars(line: str) -> str:
 
 
 def setup(app: Sphinx) -> dict:
-    app.connect("source-read", fold)
+    app.connect("source-read", adapt)
     app.connect("autodoc-process-docstring", readable_docstring, priority=400)  # before napoleon
     app.connect("doctree-read", describe_figures)
     app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))
