@@ -38,6 +38,7 @@ HINTS = (  # answers given, true causes, what to think about
     ({"zero_over_zero", "division_by_zero"}, {"empty_mean"}, "Does the denominator count something?"),
     ({"empty_mean"}, {"zero_over_zero"}, "0/0 it is, but nothing is counted here."),
     ({"zero_times_inf", "inf_minus_inf"}, LATER, "That may come later; where does the inf come from?"),
+    (set(CAUSES), {"bad_state", "bad_input"}, "Was it there before step() ran?"),
     (set(CAUSES), {"gradient_at_edge"}, "Is the value finite, and only its slope is not?"),
     (set(CAUSES), {"NaN and harmless"}, "Does that number reach the loss, a gradient or a weight?"),
     (set(CAUSES), {"finite and wrong"}, "Is a NaN in the log at all?"),
