@@ -35,6 +35,8 @@ def as_slides(notebook):
     slides, room = copy.deepcopy(notebook), 0
     slides.cells = [part for cell in slides.cells for part in _parts(cell)]
     for cell in slides.cells:
+        for data in [output["data"] for output in cell.get("outputs", []) if "text/html" in output.get("data", {})]:
+            data["text/html"] = re.sub(r"(</?)section\b", r"\1div", data["text/html"])  # to reveal.js it is a slide
         heading = re.match(r"#+ ", cell.source) if cell.cell_type == "markdown" else None
         room -= _lines(cell)
         kind = "-"
@@ -97,6 +99,10 @@ def put_reveal(target: Path, cache: Path) -> None:
         for member in wanted:
             member.name = member.name.replace("package", "reveal.js", 1)
         files.extractall(target, members=wanted, filter="data")
+    for theme in (target / "reveal.js" / "dist" / "theme").glob("*.css"):  # they ask a host for its fonts
+        theme.write_text(
+            re.sub(r"@import url\(https?:[^)]*\);", "", theme.read_text(encoding="utf-8")), encoding="utf-8"
+        )
 
 
 def main(target: Path = ROOT / "build" / "slides") -> int:
