@@ -216,3 +216,17 @@ def keep_screenshots(page, name: str) -> None:
         if first.count():
             bring(first)
             keep_screenshot(page, f"{name}_{what}")
+
+
+def test_the_contrast_is_that_of_wcag():
+    known = {
+        "color: #767676; background: #fff": 4.54,
+        "color: #777; background: #fff": 4.48,
+        "color: #000; background: #fff": 21.0,
+        "color: rgb(0 0 0 / 50%); background: #fff": 3.98,
+        "color: #fff; background: transparent": 1.0,
+    }
+    with open_page() as page:
+        for style, ratio in known.items():
+            page.set_content(f"<p style='{style}'>text</p>")
+            assert worst_contrast(page.locator("p"))["ratio"] == pytest.approx(ratio, abs=0.01)
