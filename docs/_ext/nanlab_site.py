@@ -77,7 +77,7 @@ def readable_docstring(app: Sphinx, what: str, name: str, obj, options, lines: l
         if field and not begins and line[:1] not in ("", " "):
             told.append("")
         field = begins or (field and line[:1] in ("", " "))
-        told.append(escape_bars(f":param {line}" if begins else line))
+        told.append(escape_bars(f":param {line.replace(', ', ',', names.count(', '))}" if begins else line))
         before = line if line[:1] == " " else ""
     lines[:] = told
 
