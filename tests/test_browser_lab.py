@@ -155,7 +155,7 @@ def check_screen(page, original: nbformat.NotebookNode) -> None:
         assert re.search(r"locate: .+What.+Advice", card.inner_text(), re.DOTALL), "the card is not all there"
         worst = worst_contrast(card)
         assert worst["ratio"] >= READABLE, worst
-    for area in page.locator(".jp-Cell-outputArea").all():
+    for area in page.locator(".jp-OutputArea-output").all():
         worst = worst_contrast(area)
         assert worst["ratio"] >= READABLE, worst
     check_folds(page, original)
