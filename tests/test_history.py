@@ -8,7 +8,9 @@ import random
 import numpy as np
 import pytest
 import torch
+import transformers
 from datasets import Dataset
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer
@@ -112,7 +114,12 @@ RUNS = {
         2,
     ),
     "DPO, fp32": (lambda folder: dpo_run(folder, torch.float32), set(), None),
-    "TPO, one evaluation batch empty": (lambda folder: tpo_run(folder, 2), {"nan_metrics"}, 2),
+    # Before transformers 5.23 nothing hides the batch from eval_loss.
+    "TPO, one evaluation batch empty": (
+        lambda folder: tpo_run(folder, 2),
+        {"nan_metrics" if Version(transformers.__version__) >= Version("5.23") else "nan_eval_loss"},
+        2,
+    ),
     "TPO, all evaluation batches empty": (lambda folder: tpo_run(folder, 4), {"nan_eval_loss"}, 2),
     "all labels masked": (lambda folder: lm_run(folder, masked=True), {"no_gradient"}, 1),
     "one NaN step": (
