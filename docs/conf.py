@@ -1,8 +1,10 @@
 """The web page (`make site`): nothing is executed, the outputs are the stored ones, nothing comes from another host."""
 
+import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "NaN Lab"
