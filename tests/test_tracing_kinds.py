@@ -351,3 +351,44 @@ def test_what_detect_anomaly_stops_is_explained():
     report = locate(step)
     assert isinstance(report.exception, RuntimeError)
     assert (report.cause, report.source) == ("gradient_at_edge", line("stopped by detect_anomaly")), str(report)
+
+
+class KeepsItsMask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((6, 6), -INF).triu(1))
+        self.bias = nn.Parameter(torch.full((6, 6), -INF).triu(1), requires_grad=False)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return (torch.softmax(h @ h.transpose(-1, -2) + self.mask + self.bias, -1) @ h).sum()
+
+
+def test_a_mask_kept_as_a_buffer_or_as_a_frozen_parameter_is_no_finding():
+    model, x = KeepsItsMask(), torch.randn(2, 6, 4)
+    assert not locate(lambda: model(x).backward(), model=model).found
+    assert not locate(lambda: KeepsItsMask()(x).backward()).found
+
+
+def test_a_report_changes_no_random_number_and_runs_no_custom_operation_twice():
+    calls = []
+
+    @torch.library.custom_op("nanlab_test::boom", mutates_args=())
+    def boom(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x * 1e30 * 1e30
+
+    def step():
+        lost = F.dropout(torch.full((4,), 3e38) * 2, 0.5).sum() + boom(torch.ones(3)).sum()
+        return torch.rand(3), lost
+
+    drawn = []
+    torch.manual_seed(1)
+    F.dropout(torch.ones(4), 0.5)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    report = locate(lambda: drawn.append(step()) or drawn[0][1])
+    assert report.cause == "overflow"
+    assert torch.equal(drawn[0][0], expected)
+    assert calls == [1]

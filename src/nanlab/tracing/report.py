@@ -133,8 +133,9 @@ def excused(name: str, event, tracer) -> bool:
     root = event.root()
     if tracer.scaler_skips and root.cause == "overflow" and root.phase == "backward":
         return name.startswith(("gradient", "the loss"))  # GradScaler skips this step and lowers its scale
-    # a mask or a sentinel handed back among the values
-    return name.startswith("values") and (root.deliberate or (bool(root.name) and tracer.went_backward))
+    if name.startswith("values"):  # a mask or a sentinel handed back
+        return root.deliberate or (bool(root.name) and tracer.went_backward)
+    return name.startswith("parameter") and root.deliberate  # a mask kept there
 
 
 def place(e) -> tuple:

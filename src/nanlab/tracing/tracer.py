@@ -91,6 +91,8 @@ def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
     """(name, tensor) for every tensor that a variable is or holds: in a container, a module, an object."""
     if isinstance(value, Tensor):
         yield name, value
+        if value.is_leaf and value.grad is not None:
+            yield f"{name}.grad", value.grad
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
     elif depth and not isinstance(value, (str, type, ModuleType, Tracer)):
@@ -489,7 +491,7 @@ class Tracer(TorchDispatchMode):
             self.adopt_parameter(name_in_frames(variable)[0], variable)
         known, (name, cause, whole) = key_of(x) in self.names, self.known(x)
         good, phase, said = plain(x)[~bad_mask(x)], "state" if cause == "bad_state" else "data", ""
-        mask = kind == "-inf" and not isinstance(x, nn.Parameter) and bool((good == good[:1]).all())  # 0 and −inf only
+        mask = kind == "-inf" and not x.requires_grad and bool((good == good[:1]).all())  # 0 and −inf only
         op, deliberate = name, mask or (x.dim() == 0 and not known and kind != "nan")
         if torch.distributed.is_initialized() and not known and self.went_backward and self.stepping is None:
             op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
