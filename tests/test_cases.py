@@ -167,6 +167,15 @@ def test_grading_takes_the_three_parts_one_by_one():
     assert trap.grade(trap.cause)["cause"]
 
 
+@every_case
+def test_an_answer_that_can_be_defended_is_right_too(case):
+    for cause, phase, line in case.also:
+        assert cause in CAUSES if cause else case.trap
+        assert phase in PHASES
+        assert all(case.grade(cause or case.trap, phase, case.number_of(line)).values())
+        assert (cause, phase, line) != (case.cause, case.phase, case.line)
+
+
 # -- the book as a whole ---------------------------------------------------------------------------------------------
 def test_it_has_forty_cases_and_two_in_ten_are_traps():
     assert len(CASES) >= 40

@@ -36,6 +36,7 @@ class Case:
 
     ``cause``: one of the closed list ``nanlab.tracing.causes.CAUSES``, or "" where nothing non-finite matters.
     ``line``: the text of the guilty line in ``code``. ``op``, ``module``: as ``locate`` names them, if it matters.
+    ``also``: further answers that a reader can defend, each a cause, a phase and the text of a line.
     ``trap``: "", "finite and wrong" or "NaN and harmless". ``tool``: which one sees it; ``look``: how, if it is not
     ``locate(step)`` or, of its "log", ``autopsy(log)``; ``finding``: the code that autopsy or preflight gives.
     ``family``: its class in the casebook file. ``link``: the public report. ``lesson``: stem of a notebook, by default
@@ -64,6 +65,7 @@ class Case:
     difficulty: int = 1
     tolerance: float = 1e-5
     parts: tuple[Any, ...] = ()
+    also: tuple[tuple[str, str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.lesson:
@@ -114,9 +116,13 @@ class Case:
     @property
     def number(self) -> int:
         """The guilty line's number in ``code``, from 1."""
-        found = [i for i, text in enumerate(self.code.splitlines(), 1) if text.strip() == self.line.strip()]
+        return self.number_of(self.line)
+
+    def number_of(self, line: str) -> int:
+        """The number in ``code`` of the one line with this text."""
+        found = [i for i, text in enumerate(self.code.splitlines(), 1) if text.strip() == line.strip()]
         if len(found) != 1:
-            raise ValueError(f"case {self.id}: its code has {len(found)} lines {self.line!r}; it needs one")
+            raise ValueError(f"case {self.id}: its code has {len(found)} lines {line!r}; it needs one")
         return found[0]
 
     @property
@@ -153,12 +159,19 @@ class Case:
         return not self.right(self.value())
 
     def grade(self, cause: str = "", phase: str = "", line: int = 0) -> dict[str, bool]:
-        """Which parts of an answer are right. ``cause`` may be the kind of a trap; ``line`` is a number in ``code``."""
-        return {
-            "cause": bool(cause) and cause in (self.trap, self.cause),
-            "phase": phase == self.phase,
-            "line": line == self.number,
-        }
+        """Which parts of an answer are right. ``cause`` may be the kind of a trap; ``line`` is a number in ``code``.
+
+        It is compared with the truth and with each of ``also``; the one that it agrees with most counts.
+        """
+        marks = [
+            {
+                "cause": bool(cause) and cause in (self.trap, true_cause),
+                "phase": phase == true_phase,
+                "line": line == self.number_of(text),
+            }
+            for true_cause, true_phase, text in ((self.cause, self.phase, self.line), *self.also)
+        ]
+        return max(marks, key=lambda parts: sum(parts.values()))
 
 
 # -- small helpers ---------------------------------------------------------------------------------------------------
