@@ -61,6 +61,7 @@ CASES.append(
         cause="gradient_at_edge",
         phase="backward",
         line="log_odds = chosen - torch.log1p(-torch.exp(chosen))",
+        also=(("log_of_zero", "forward", "log_odds = chosen - torch.log1p(-torch.exp(chosen))"),),
         link="https://github.com/huggingface/trl/issues/2564",
         family="log0_or_inf_times_0",
         story="A log-prob of exactly 0 means p = 1: log(1 − p) is −inf and its slope infinite. The sigmoid swallows "
@@ -237,6 +238,7 @@ CASES.append(
         cause="gradient_at_edge",
         phase="backward",
         line="far = torch.log1p(-torch.exp(x))",
+        also=(("log_of_zero", "forward", "far = torch.log1p(-torch.exp(x))"),),
         link="https://github.com/pytorch/pytorch/issues/68425",
         family="log0_or_inf_times_0",
         story="where() chooses between results. The branch not chosen still gets a gradient, 0, and its slope is "
@@ -351,6 +353,7 @@ CASES.append(
         cause="gradient_at_edge",
         phase="backward",
         line="products = torch.exp(log_probs) * log_probs",
+        also=(("zero_times_inf", "forward", "products = torch.exp(log_probs) * log_probs"),),
         link="https://github.com/huggingface/trl/pull/7252",
         family="guard_hides_fault",
         story="nan_to_num repairs what comes out; the product 0 · -inf stays in the graph, and on the way back its "
