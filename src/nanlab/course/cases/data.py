@@ -68,6 +68,14 @@ CASES.append(
         cause="empty_mean",
         phase="forward",
         line="metrics = trainer.evaluate()",
+        also=(
+            (
+                "empty_mean",
+                "forward",
+                "trainer = preference_trainer(TPOTrainer, TPOConfig, model, tokenizer, preference_rows(), "
+                "max_length=48)",
+            ),
+        ),
         link="https://github.com/huggingface/trl/issues/5662",
         family="empty_selection",
         lesson="10_case_tpo_evaluate",
@@ -146,6 +154,7 @@ CASES.append(
         cause="empty_mean",
         phase="forward",
         line="output = model(input_ids=ids.masked_fill(chosen, mask_id), labels=labels)",
+        also=(("empty_mean", "forward", "chosen = torch.rand(ids.shape) < 0.15"),),
         link="https://github.com/huggingface/transformers/issues/16711",
         family="empty_selection",
         story="Each token is masked with probability 0.15; of four tokens none is chosen in half of all cases, and "
@@ -218,6 +227,7 @@ CASES.append(
         cause="bad_input",
         phase="data",
         line="centred = rewards - rewards.mean(1, keepdim=True)",
+        also=(("bad_input", "data", 'rewards[1, 2, 0] = float("nan")'),),
         link="https://github.com/modelscope/ms-swift/issues/8123",
         family="dirty_data",
         lesson="02_zero_std",
