@@ -124,7 +124,7 @@ CASES.append(
         id="pt-70348",
         title="CrossEntropyLoss used to give 0 here",
         symptom="Since an upgrade the loss of some micro-batches is nan. In those all targets are the ignore_index. "
-        "The old version gave 0, and nothing else has changed.",
+        "The old version gave 0, and nothing else has changed. My chart of the mean loss is gone.",
         broken=two_micro_batches,
         fixed=two_micro_batches_fixed,
         reference=two_micro_batches_reference,

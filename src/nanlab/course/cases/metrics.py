@@ -48,8 +48,8 @@ CASES.append(
     Case(
         id="trl-1386",
         title="KTO learns, and its chart has holes",
-        symptom="KTO on two GPUs: the loss falls as it should and samples get better, but rewards/chosen is nan in "
-        "every other log line.",
+        symptom="KTO on two GPUs: the loss falls as it should, but rewards/chosen is nan in every other log line. I "
+        "keep the checkpoint in which it is highest, and so I keep none.",
         broken=kto_metrics,
         fixed=kto_metrics_fixed,
         reference=kto_reference,
@@ -59,7 +59,7 @@ CASES.append(
         link="https://github.com/huggingface/trl/pull/1386",
         family="metric_only",
         story="One rank had no desirable example: its mean is a mean of nothing, and the mean over ranks is nan. The "
-        "weights never saw it. Gather sums and counts, divide once.",
+        "weights never saw it, the choice of a checkpoint did. Gather sums and counts, divide once.",
         difficulty=1,
     )
 )
@@ -124,6 +124,13 @@ CASES.append(
         cause="empty_mean",
         phase="forward",
         line="loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())",
+        also=(
+            (
+                "empty_mean",
+                "forward",
+                "run = trainer(LanguageModel(), prompt_and_completion(max_length=4), max_steps=3, learning_rate=1e-2)",
+            ),
+        ),
         link="https://github.com/huggingface/trl/issues/6668",
         family="logging_filter",
         trap="finite and wrong",

@@ -62,7 +62,7 @@ CASES.append(
         id="optax-896",
         title="Only legal moves",
         symptom="A policy over moves. I mask illegal moves and smooth the targets over the legal ones. As soon as a "
-        "board has an illegal move, the loss is nan; where all moves are legal it is fine.",
+        "board has an illegal move, the loss is nan and my loop skips the batch; that is nearly every batch.",
         broken=legal_moves,
         fixed=legal_moves_fixed,
         reference=legal_moves_reference,
@@ -133,7 +133,7 @@ CASES.append(
         id="torchmetrics-1029",
         title="Distillation from the top 3",
         symptom="To save disk I keep only the three most likely tokens of the teacher. The KL loss is nan from the "
-        "first batch. With all tokens kept it works.",
+        "first batch, and early stopping ends the run there. With all tokens kept it works.",
         broken=distil,
         fixed=distil_fixed,
         reference=distil_reference,
@@ -295,7 +295,7 @@ def class_accuracy():
         right = network(x).argmax(-1) == labels
         members = labels == torch.arange(classes)[:, None]
         by_class = (members & right).sum(-1) / members.sum(-1)
-        print("accuracy by class", by_class.tolist())
+        print("accuracy by class", *(f"{accuracy:.4f}" for accuracy in by_class))
         return {"balanced accuracy": by_class.nanmean()}
 
     return step
