@@ -124,6 +124,9 @@ CASES.append(
         cause="optimizer_underflow",
         phase="optimizer",
         line="run.train()",
+        also=(
+            ("optimizer_underflow", "optimizer", "model, tokenizer = small_pythia(torch.float16), tiny_tokenizer()"),
+        ),
         link="https://github.com/huggingface/trl/issues/1789",
         family="half_optimizer_underflow",
         story="The thread closed without a cause; padding was suspected. A run with all else equal shows that float16 "
@@ -178,6 +181,7 @@ CASES.append(
         cause="optimizer_underflow",
         phase="optimizer",
         line="optimizer.step()",
+        also=(("optimizer_underflow", "optimizer", "weight = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]).half())"),),
         link="https://discuss.pytorch.org/t/adam-half-precision-nans/1765",
         family="half_optimizer_underflow",
         story="The squared gradient and eps = 1e-8 are both 0 in float16. The first weight moves by 0/0, the second by "
@@ -253,6 +257,7 @@ CASES.append(
         cause="optimizer_underflow",
         phase="optimizer",
         line="optimizer.step()",
+        also=(("optimizer_underflow", "optimizer", "prompt = nn.Parameter(embed(torch.tensor([1, 2])).detach())"),),
         link="https://github.com/matanbt/TROPT/pull/8",
         family="half_optimizer_underflow",
         story="The prompt was cut out of the embedding and took its float16 with it. Gradients of 1e-4 squared are 0 "
@@ -323,9 +328,9 @@ def dpo_loop_reference():
 CASES.append(
     Case(
         id="llm-dojo-23",
-        title="0.6931, and then never again a number",
-        symptom="My own DPO loop in float16. The first loss is 0.6931, as it should be; the second is inf, and then "
-        "all logits are nan. Anomaly mode names the log of the sigmoid.",
+        title="One good loss, and then never again a number",
+        symptom="My own DPO loop in float16. The first loss is about log 2, as it should be; the second is inf, and "
+        "then all logits are nan. Anomaly mode stops at step 1 and names the sigmoid.",
         broken=dpo_loop,
         fixed=dpo_loop_fixed,
         reference=dpo_loop_reference,
@@ -495,6 +500,14 @@ CASES.append(
         cause="zero_over_zero",
         phase="state",
         line="ramp = torch.arange(total_steps) / warmup_steps",
+        also=(
+            ("bad_state", "state", "ramp = torch.arange(total_steps) / warmup_steps"),
+            (
+                "bad_state",
+                "state",
+                "run.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda n: factors[n])",
+            ),
+        ),
         link="https://github.com/mlcommons/hpc/pull/27",
         family="bad_learning_rate",
         tool="autopsy",
@@ -643,6 +656,7 @@ CASES.append(
         cause="overflow",
         phase="backward",
         line="norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        also=(("overflow", "optimizer", "norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)"),),
         link="https://github.com/pytorch/pytorch/issues/46849",
         family="guard_hides_fault",
         tool="autopsy",
@@ -716,6 +730,7 @@ CASES.append(
         reference=train_gain_reference,
         phase="optimizer",
         line="optimizer.step()",
+        also=(("", "optimizer", "gain = nn.Parameter(torch.ones(8, dtype=dtype))"),),
         link="https://github.com/workofart/ml-by-hand/pull/85",
         family="half_optimizer_underflow",
         trap="finite and wrong",
