@@ -186,6 +186,7 @@ CASES.append(
         cause="bad_state",
         phase="state",
         line="setattr(module, name, torch.empty_like(getattr(module, name)))",
+        also=(("bad_state", "state", "angle = torch.arange(len(x))[:, None] * self.inv_freq"),),
         tool="preflight",
         look=lambda: look_at(loaded_model),
         finding="bad_buffers",
@@ -267,6 +268,10 @@ CASES.append(
         cause="bad_state",
         phase="state",
         line='model = model.to_empty(device="cpu").apply(initialise)',
+        also=(
+            ("bad_state", "state", "if isinstance(module, (nn.Linear, nn.Embedding)):"),
+            ("bad_state", "state", "return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight"),
+        ),
         tool="preflight",
         look=lambda: look_at(from_meta),
         finding="bad_weights",
