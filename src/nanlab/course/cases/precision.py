@@ -134,7 +134,7 @@ CASES.append(
         id="trl-878",
         title="The frozen copy",
         symptom="DPO. The policy is in float32; to save memory I keep the reference, which is not trained, in float16. "
-        "Loss and rewards are nan at once. The policy alone is fine.",
+        "The loss is nan at once, and a reward is inf. The policy alone is fine.",
         broken=dpo_margin,
         fixed=dpo_margin_fixed,
         # Both models are the same: each ratio is 0 and the loss log 2.
@@ -321,7 +321,7 @@ CASES.append(
         trap="finite and wrong",
         tool="none: compare with a reference",
         story="bfloat16 has 8 bits of precision: above 256 it does not know the odd numbers. .to(dtype) casts buffers "
-        "too, so positions 257 and 258 became the same. bfloat16 heals overflow, and is too coarse to count.",
+        "too, so positions 256 and 257 became the same. bfloat16 heals overflow, and is too coarse to count.",
         difficulty=3,
     )
 )
@@ -387,7 +387,7 @@ CASES.append(
         id="factseg-6",
         title="The scale that only falls",
         symptom="Mixed precision: the loss is a number at every step, and always the same number. The loss scale "
-        "halves and halves. After a night it was 1e-320 and the run died in a division by zero.",
+        "halves and halves, and after less than two hundred steps it is 0.",
         broken=scaled_training,
         fixed=scaled_training_fixed,
         reference=scaled_training_reference,
