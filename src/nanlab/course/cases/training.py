@@ -61,8 +61,8 @@ CASES.append(
     Case(
         id="hf-13619",
         title="nan for the rest of the log",
-        symptom="I switched the logging filter off to see what is going on. One loss is nan, and then all of them are, "
-        "although the gradient norm is a normal number again. The saved model works.",
+        symptom="A dry run over my data, learning rate 0, logging filter off. From step 2 on every loss is nan, "
+        "although the gradient norm is a normal number again. The later ones I can explain. What makes the first?",
         broken=log_of_four_steps,
         fixed=log_of_four_steps_fixed,
         reference=log_of_four_steps_reference,
@@ -461,6 +461,18 @@ CASES.append(
         phase="state",
         op="parameter bias",
         line="logits = head(features)",
+        also=(
+            (
+                "bad_state",
+                "state",
+                "head.bias = nn.Parameter((counts[:, 0] / counts[:, 1]).log())  # start from the base rates",
+            ),
+            (
+                "log_of_zero",
+                "state",
+                "head.bias = nn.Parameter((counts[:, 0] / counts[:, 1]).log())  # start from the base rates",
+            ),
+        ),
         link="https://github.com/jbohnslav/deepethogram/issues/15",
         family="bad_weights",
         story="A behaviour that never occurs has a rate of 0, and its bias is log 0 = −inf: the model is broken "
