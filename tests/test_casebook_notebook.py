@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 
 from nanlab.course import exam as paper_module
 from nanlab.course.cases import CASES, TRAPS, exam
-from nanlab.course.exam import CHOICES, HINTS, PARTS, Note, Paper, grade, statement
+from nanlab.course.exam import CHOICES, HINTS, PARTS, Note, Paper, grade, statement, truths
 from nanlab.errors import InputError
 from nanlab.tracing.causes import CAUSES
 
@@ -117,7 +117,9 @@ def test_the_right_answer_of_every_case_is_accepted(case):
     accepted = statement(case.code, case.number)
     assert case.number in accepted
     assert len(accepted) <= 8
-    assert not grade(case, {**right_answer(case), "line": accepted[-1] + 1})["line"]
+    assert not grade(case, {**right_answer(case), "line": 1})["line"], "the first line only opens the code"
+    for cause, phase, number in truths(case):
+        assert grade(case, {"cause": cause or case.trap, "phase": phase, "line": number}) == dict.fromkeys(PARTS, True)
 
 
 def test_the_hints_are_about_causes_that_exist():

@@ -142,10 +142,24 @@ def tidy(answer: Mapping) -> dict[str, Any]:
     return given
 
 
+def truths(case: Case) -> list[tuple[str, str, int]]:
+    """(cause, phase, line number) of the truth, then of what else can be defended."""
+    others = [(cause, phase, case.number_of(text)) for cause, phase, text in case.also]
+    return [(case.cause, case.phase, case.number), *others]
+
+
+def closest(case: Case, given: Mapping) -> int:
+    """The line number of the truth that the answer agrees with most; any line of its statement is that line."""
+    span = statement(case.code, given["line"])
+    agreement = lambda t: (given["cause"] in (case.trap, t[0])) + (given["phase"] == t[1]) + (t[2] in span)
+    return max(truths(case), key=agreement)[2]
+
+
 def grade(case: Case, answer: Mapping) -> dict[str, bool]:
     """Which parts are right. A trap called by its name is not asked for a phase; any line of the statement counts."""
     given = tidy(answer)
-    line = case.number if case.number in statement(case.code, given["line"]) else given["line"]
+    number = closest(case, given)
+    line = number if number in statement(case.code, given["line"]) else given["line"]
     marks = case.grade(given["cause"], given["phase"], line)
     return {**marks, "phase": marks["phase"] or given["cause"] == case.trap or (not case.phase and marks["cause"])}
 
@@ -172,7 +186,9 @@ def sentence(case: Case, answer: Mapping) -> str:
     if right and not marks["phase"]:
         said.append("The phase is another one.")
     if not marks["line"]:
-        said.append(f"Not line {given['line']}: look further {'up' if given['line'] > case.number else 'down'}.")
+        said.append(
+            f"Not line {given['line']}: look further {'up' if given['line'] > closest(case, given) else 'down'}."
+        )
     return "Not yet. " + " ".join(filter(None, said))
 
 
@@ -294,10 +310,14 @@ class Paper:
 
 # -- what a reveal says ----------------------------------------------------------------------------------------------
 def truth(case: Case) -> tuple[tuple[str, str, str], ...]:
-    """One line such as "finite and wrong: empty_mean in forward, line 7", and the code of that line."""
-    where = " in ".join(filter(None, [case.cause, case.phase]))
-    head = ": ".join(filter(None, [case.trap, ", ".join(filter(None, [where, f"line {case.number}"]))]))
-    return ("", "prose", head), ("", "python", case.line.strip())
+    """Lines such as "finite and wrong: empty_mean in forward, line 7", the code of that line, what else is accepted."""
+    said = []
+    for cause, phase, number in truths(case):
+        where = " in ".join(filter(None, [cause, phase]))
+        said.append(", ".join(filter(None, [where, f"line {number}"])))
+    others = (("", "prose", f"Accepted too: {'; '.join(said[1:])}"),) if said[1:] else ()
+    head = ": ".join(filter(None, [case.trap, said[0]]))
+    return ("", "prose", head), ("", "python", case.line.strip()), *others
 
 
 def ending(case: Case) -> tuple[tuple[str, str, str], ...]:
