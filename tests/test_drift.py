@@ -10,16 +10,20 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import nbformat
 import pytest
+import trl
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*sorted((ROOT / "notebooks").glob("*.ipynb")), *sorted((ROOT / "src").rglob("*.py"))]
 FILES += sorted((ROOT / "bench").glob("*.py"))
+PINNED = re.search(r"^trl==(.+)$", (ROOT / "requirements.txt").read_text(), flags=re.MULTILINE)[1]
 LIBRARIES = ("transformers", "trl")
 
 
@@ -163,6 +167,8 @@ def unknown_keywords(source: str) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_keyword_is_known_to_the_installed_version(path):
+    if path.parent.name == "bench" and Version(trl.__version__) < Version(PINNED):
+        pytest.skip("a bench compares with the pinned TRL, and may use what is new in it")
     unknown, _ = unknown_keywords(source_of(path))
     assert unknown == []
 
