@@ -384,7 +384,7 @@ CASES.append(
     Case(
         id="espnet-3237",
         title="grad_norm nan at the start of every run",
-        symptom="With mixed precision switched on, the first lines of every run have a grad_norm of nan or inf, and "
+        symptom="With mixed precision switched on, the first lines of every run have a grad_norm of nan, and "
         "the loss does not move in those. What is broken in my model?",
         broken=scaled_training,
         fixed=scaled_training_fixed,
