@@ -42,6 +42,7 @@ def blank_copy(name: str, folder: Path) -> nbformat.NotebookNode:
 def jupyterlab(folder: Path, notebooks: Path) -> Iterator[tuple[str, str]]:
     """Address and token of a JupyterLab over `notebooks`, with fresh settings, on a free port of this machine."""
     env = {name: value for name, value in os.environ.items() if not OURS.match(name)}
+    env["NANLAB_SCALE"] = "tiny"  # a GPU would take full, and minutes
     for kind in ("CONFIG", "DATA", "RUNTIME"):
         env[f"JUPYTER_{kind}_DIR"] = str(folder / kind.lower())
     answer = folder / "user_settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
