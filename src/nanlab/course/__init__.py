@@ -6,11 +6,12 @@ _HOME = {
     "load_model": "materials",
     "load_preferences": "materials",
     "quiet": "notebook",
+    "show_versions": "versions",
     "cases": None,
     "exercises": None,
     "plots": None,
 }
-__all__ = ["cases", "exercises", "load_model", "load_preferences", "plots", "quiet"]
+__all__ = ["cases", "exercises", "load_model", "load_preferences", "plots", "quiet", "show_versions"]
 
 
 def __getattr__(name: str):
