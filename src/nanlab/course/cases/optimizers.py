@@ -120,7 +120,7 @@ CASES.append(
         broken=dpo_training,
         fixed=dpo_training_fixed,
         reference=dpo_training_reference,
-        parts=(preferences, small_pythia),
+        parts=(preferences, small_pythia, lines),
         cause="optimizer_underflow",
         phase="optimizer",
         line="run.train()",
@@ -328,7 +328,7 @@ def dpo_loop_reference():
 CASES.append(
     Case(
         id="llm-dojo-23",
-        title="One good loss, and then never again a number",
+        title="0.6931, and then never again a number",
         symptom="My own DPO loop in float16. The first loss is about log 2, as it should be; the second is inf, and "
         "then all logits are nan. Anomaly mode stops at step 1 and names the sigmoid.",
         broken=dpo_loop,
