@@ -8,7 +8,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "NaN Lab"
-copyright = "the NaN Lab authors, MIT licence"
+copyright = "the NaN Lab authors; code: MIT, text and figures: CC BY 4.0"
 language = "en"
 
 root_doc = "docs/index"  # sources are read from the repository's root, so that the links between its files hold here
