@@ -144,6 +144,14 @@ def test_healthy_trainers_are_not_blamed_and_can_go_on(tmp_path):
     assert not located(watched, "eval", max_batches=1).found
 
 
+def test_an_empty_dataset_is_not_called_healthy(tmp_path):
+    empty = rows().select([])
+    trainer = Trainer(make_model(), arguments(tmp_path), eval_dataset=empty, processing_class=make_tokenizer())
+    report = locate(trainer, mode="eval")
+    assert not report.found
+    assert "Not one batch was run: the eval_dataset is empty" in str(report)
+
+
 def test_the_optimizer_step_that_kills_half_precision_weights(tmp_path):
     options = arguments(tmp_path, optim="adamw_torch", learning_rate=1e-3)
     report = located(Trainer(make_model(torch.float16), options, train_dataset=rows()))

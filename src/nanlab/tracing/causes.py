@@ -275,8 +275,7 @@ def _(b: Birth) -> bool:
     """0 divided by 0: numerator and denominator are zero at the same place, as with the spread of equal values.
 
     Treat that case apart: equal values leave nothing to normalise (their advantage is 0), a single value has no spread,
-    a zero vector no direction, an empty group no mean. No eps makes it right: it blows rounding noise up to full-size
-    signals.
+    and a zero vector no direction. No eps makes it right: it blows rounding noise up to full-size signals.
     """
     spread = bool(re.search(r"^var|^std|norm", b.op)) and not b.huge()
     return b.kind == "nan" and b.from_finite() and (spread or b.divides_by_zero())

@@ -192,6 +192,8 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
         for hook in hooks:
             hook.remove()
         undo()
+    if hunt.batch < 0 and not hunt.report.found:
+        hunt.report.explanation = f"Not one batch was run: the {mode}_dataset is empty, or too small for a batch."
     return hunt.report
 
 

@@ -71,7 +71,7 @@ class Report:
         texts = [f"row {row}: {text}" for row, text in self.texts.items()]
         items = {
             "Line": [f"{self.source}  {self.code[0]}" if self.source and self.code[0] else ""],
-            "What": [self.explanation if self.found else NOTHING],
+            "What": [self.explanation or ("" if self.found else NOTHING)],
             "In the library": [f"{self.library}  {self.code[1]}".strip()],
             "Rows": [", ".join(filter(None, [batch, rows, examples])), *texts],
             "Story": self.story,
