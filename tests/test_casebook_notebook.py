@@ -19,7 +19,8 @@ from nanlab.errors import InputError
 from nanlab.tracing.causes import CAUSES
 
 PATH = Path(__file__).resolve().parents[1] / "notebooks" / "12_casebook.ipynb"
-EXAMPLE = "miles-1363"
+EXAMPLE = "pt-2421"  # worked out in the notebook
+OVERFLOW = "miles-1363"  # overflow, forward, line 7
 
 
 def right_answer(case):
@@ -32,12 +33,12 @@ def flat(text):
 
 @pytest.fixture
 def paper():
-    return Paper([case for case in CASES if case.id == EXAMPLE])
+    return Paper([case for case in CASES if case.id == OVERFLOW])
 
 
 @pytest.fixture
 def says(paper, capsys):
-    """What the check prints to an answer to the worked example: overflow, forward, line 7."""
+    """What the check prints to an answer, where right is: overflow, forward, line 7."""
 
     def say(**answer):
         passed = paper.check(1, answer)
@@ -232,10 +233,10 @@ def test_every_seed_draws_twelve_of_mixed_difficulty_with_traps():
         assert len(set(difficulties)) >= 2, "easy ones and others"
         assert difficulties == sorted(difficulties)
         assert sum(bool(case.trap) for case in cases) >= 2
-        assert EXAMPLE not in {case.id for case in cases}, "it is worked out in the notebook"
     papers = [frozenset(case.id for case in cases) for cases in drawn]
     assert len(set(papers)) > 190
-    assert {case.id for case in CASES} - frozenset().union(*papers) == {EXAMPLE}, "every other case is drawn by a seed"
+    assert EXAMPLE not in papers[0], "it is worked out in the notebook"
+    assert {case.id for case in CASES} - frozenset().union(*papers) <= {EXAMPLE}, "every case is drawn by some seed"
     assert [c.id for c in exam(3)] == [c.id for c in exam(3)]
 
 
@@ -263,7 +264,7 @@ def test_it_is_the_exam_of_seed_0_and_gives_nothing_away(notebook):
     for number, cell in answers.items():
         assert (
             cell.source
-            == f'answer_{number} = dict(cause="", phase="", line=0)\n_ = paper.check({number}, answer_{number})'
+            == f'answer_{number} = {{"cause": "", "phase": "", "line": 0}}\n_ = paper.check({number}, answer_{number})'
         )
         assert printed(cell) == f"Case {number}: not answered yet."
     for number, cell in cells(notebook, r"^paper\.reveal\((\d+)\)$").items():
@@ -292,7 +293,9 @@ def test_with_the_right_answers_it_scores_in_full_and_tells_every_story(notebook
     filled = nbformat.from_dict(notebook)
     drawn = exam(0)
     for number, cell in cells(filled, r"^answer_(\d+) = ").items():
-        cell.source = cell.source.replace('dict(cause="", phase="", line=0)', repr(right_answer(drawn[number - 1])))
+        cell.source = cell.source.replace(
+            '{"cause": "", "phase": "", "line": 0}', repr(right_answer(drawn[number - 1]))
+        )
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     client = NotebookClient(filled, timeout=300, kernel_name="python3", resources={"metadata": {"path": PATH.parent}})
     client.execute(env=environment)

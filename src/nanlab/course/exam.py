@@ -3,7 +3,7 @@
     from nanlab.course.cases import exam
     paper = Paper(exam(0))
     paper.post(1)
-    paper.check(1, dict(cause="overflow", phase="forward", line=7))
+    paper.check(1, {"cause": "overflow", "phase": "forward", "line": 7})
     paper.reveal(1)
     paper.score()
 
@@ -114,7 +114,7 @@ SHOWN = {
 def problem(case: Case, answer: Any) -> str:
     """Why ``answer`` cannot be graded yet, in one sentence, or "". Spelling is taken kindly, see ``tidy``."""
     if not isinstance(answer, Mapping):
-        return f"an answer looks like dict(cause='', phase='', line=0), not like {answer!r}."
+        return f"an answer looks like {PARTS}, not like {answer!r}."
     if unknown := [key for key in answer if key not in PARTS]:
         return f"an answer has a cause, a phase and a line; {unknown[0]!r} is none of them."
     given = tidy(answer)
