@@ -73,7 +73,7 @@ def test_an_open_answer_is_no_failure_and_no_answer(says, paper):
         (("overflow", "backward", 7), "The cause and the line are right. The phase is another one."),
         (("bad_input", "forward", 7), "The phase and the line are right. The cause is another one."),
         (("bad_input", "data", 7), "The line is right. The cause is another one. The phase is another one."),
-        (("bad_input", "data", 2), "No part is right yet. Not line 2: look further down."),
+        (("bad_input", "data", 2), "No part is right. Not line 2: look further down."),
         (
             ("zero_times_inf", "forward", 9),
             "The phase is right. The cause is another one. That may come later; where does the inf come from? "

@@ -178,7 +178,7 @@ def sentence(case: Case, answer: Mapping) -> str:
     if len(right) == len(PARTS):
         return f"Right: {', '.join(filter(None, [given['cause'], given['phase'], 'line ' + str(given['line'])]))}."
     praise = f"The {' and the '.join(right)} {'is' if len(right) == 1 else 'are'} right."
-    said = [praise if right else "No part is right yet."]
+    said = [praise if right else "No part is right."]
     if right and not marks["cause"]:
         said.append("The cause is another one.")
     if not marks["cause"]:
