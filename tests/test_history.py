@@ -137,7 +137,8 @@ RUNS = {
         {"nan_loss", "sudden_divergence"},
         6,
     ),
-    "Adam at rate 1": (lambda folder: lm_run(folder, learning_rate=1.0, max_steps=20), {"gradual_divergence"}, 2),
+    # At rate 1 the loss dips below its start on some processors; at 3 it is ten times as high on all steps.
+    "Adam at rate 3": (lambda folder: lm_run(folder, learning_rate=3.0, max_steps=20), {"gradual_divergence"}, 2),
     "SGD at rate 30, no clipping": (
         lambda folder: lm_run(folder, learning_rate=30.0, optim="sgd", max_grad_norm=1e9, max_steps=20),
         {"gradient_not_finite", "gradual_divergence"},

@@ -341,7 +341,7 @@ def resumed_run_reference():
     ids = torch.tensor([3, 8, 1, 12, 5, 3])
     model = trained_model(ids[None]).double()
     hidden = model.gpt_neox(input_ids=ids[None]).last_hidden_state[0, :-1]
-    logits = hidden @ model.lm_head.weight.T
+    logits = hidden @ model.get_output_embeddings().weight.T
     return {"loss when resumed": (logits.exp().sum(-1).log() - logits[range(5), ids[1:]]).mean()}
 
 
