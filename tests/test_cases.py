@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from test_tracing_models import MODELS, batch, make, stepper
 
 from nanlab import autopsy, locate
@@ -26,14 +28,15 @@ GIVES_AWAY = re.compile(
     re.I,
 )
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+OLD = Version(transformers.__version__) < Version("5.22")  # before it a head was found again on resume
+marks = lambda case: pytest.mark.skipif(OLD and case.id == "transformers-43701", reason="no fault in this release")
+every_case = pytest.mark.parametrize("case", [pytest.param(c, id=c.id, marks=marks(c)) for c in CASES])
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _libraries_are_loaded():
     """Their import is not part of any case's time."""
-    import transformers
     import trl.experimental.tpo  # noqa: F401
 
     from nanlab.course import load_model

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanlab.course.cases.frame import Case
-from nanlab.course.cases.helpers import trainer
+from nanlab.course.cases.helpers import InOrder, trainer
 
 CASES: list[Case] = []
 
@@ -36,7 +36,7 @@ def sampled_rows(lengths):
 
 def sampled_training():
     rows = sampled_rows(lengths=[3, 4, 2, 3, 4, 4, 2, 3, 3, 3, 0, 4, 3, 2, 4, 3])
-    run = trainer(Policy(), rows, max_steps=8, logging_steps=4, train_sampling_strategy="sequential")
+    run = trainer(Policy(), InOrder(rows), max_steps=8, logging_steps=4)
 
     def step():
         result = run.train()
@@ -49,7 +49,7 @@ def sampled_training():
 def sampled_training_fixed():
     rows = sampled_rows(lengths=[3, 4, 2, 3, 4, 4, 2, 3, 3, 3, 0, 4, 3, 2, 4, 3])
     rows = [row for row in rows if any(row["completion_mask"])]  # an answer without a token teaches nothing
-    run = trainer(Policy(), rows, max_steps=7, logging_steps=4, train_sampling_strategy="sequential")
+    run = trainer(Policy(), InOrder(rows), max_steps=7, logging_steps=4)
 
     def step():
         result = run.train()

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from nanlab.course.notebook import quiet
 
 
-def trainer(model: Any, rows: list[dict], eval_rows: list[dict] | None = None, **arguments: Any) -> Any:
+class InOrder(IterableDataset):
+    """Rows that come as they stand; a list would be shuffled."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict]:
+        return iter(self.rows)
+
+
+def trainer(model: Any, rows: Any, eval_rows: list[dict] | None = None, **arguments: Any) -> Any:
     """A ``transformers.Trainer`` on the CPU that logs every step. ``arguments``: of TrainingArguments."""
     quiet()
     from transformers import Trainer, TrainingArguments

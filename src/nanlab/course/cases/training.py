@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanlab.course.cases.frame import Case
-from nanlab.course.cases.helpers import trainer
+from nanlab.course.cases.helpers import InOrder, trainer
 
 CASES: list[Case] = []
 
@@ -26,8 +26,8 @@ class TokenModel(nn.Module):
 def log_of_four_steps():
     rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]} for _ in range(8)]
     rows[2]["labels"] = rows[3]["labels"] = [-100, -100, -100]
-    settings = {"logging_nan_inf_filter": False, "train_sampling_strategy": "sequential", "learning_rate": 0.0}
-    run = trainer(TokenModel(), rows, max_steps=4, **settings)
+    settings = {"logging_nan_inf_filter": False, "learning_rate": 0.0}
+    run = trainer(TokenModel(), InOrder(rows), max_steps=4, **settings)
 
     def step():
         run.train()
@@ -40,8 +40,8 @@ def log_of_four_steps_fixed():
     rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]} for _ in range(8)]
     rows[2]["labels"] = rows[3]["labels"] = [-100, -100, -100]
     rows = [row for row in rows if any(label != -100 for label in row["labels"])]
-    settings = {"logging_nan_inf_filter": False, "train_sampling_strategy": "sequential", "learning_rate": 0.0}
-    run = trainer(TokenModel(), rows, max_steps=3, **settings)
+    settings = {"logging_nan_inf_filter": False, "learning_rate": 0.0}
+    run = trainer(TokenModel(), InOrder(rows), max_steps=3, **settings)
 
     def step():
         run.train()
