@@ -136,12 +136,12 @@ def test_two_ranks_measure_what_one_process_measures(method, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     config = Path(__file__).resolve().parents[1] / "docs" / "accelerate" / "two_cpu_processes.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    assert finish([sys.executable, *run, one])[0] == 0
+    # One thread in every process: how many threads add up a product decides its last bits, and Adam makes them larger.
+    assert finish([sys.executable, *run, one], OMP_NUM_THREADS="1")[0] == 0
     _, output = finish([*launch, *run, two], OMP_NUM_THREADS="1")
     assert (two / "result.json").is_file(), output[-3000:]
     alone, together = result(one), result(two)
     assert together["settings"]["processes"] == 2
     assert together["before"] == pytest.approx(alone["before"], abs=1e-5, rel=1e-6)
-    # The same rows in each step. Adam divides what float32 rounds by its own size: 1e-6 of it are seen after two steps.
-    assert together["after"] == pytest.approx(alone["after"], abs=1e-5, rel=1e-5)
+    assert together["after"] == pytest.approx(alone["after"], abs=1e-5, rel=1e-6)  # the same rows in each step
     assert output.count("evaluate after") == 1  # one rank speaks
