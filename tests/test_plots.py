@@ -74,3 +74,11 @@ def test_show_outside_a_notebook_prints_the_sentence_only(capsys):
     assert capsys.readouterr().out == "A flat line at zero.\n"
     with pytest.raises(InputError, match="alt is empty"):
         plots.show(fig, alt=" ")
+
+
+def test_a_band_is_as_wide_in_the_legend_as_in_the_figure():
+    _, ax = plots.figure()
+    plots.curves(ax, [0, 1], {"wide": [1, 2], "thin": [1, 2]}, band=True)
+    drawn = [line.get_linewidth() for line in ax.lines]
+    assert drawn[0] > 3 * drawn[1]
+    assert [line.get_linewidth() for line in ax.get_legend().get_lines()] == drawn

@@ -40,12 +40,19 @@ def figure(rows: int = 1, columns: int = 1, **kwargs) -> tuple[Figure, Axes]:
         return plt.subplots(rows, columns, **kwargs)
 
 
-def curves(ax: Axes, x: Sequence[float], lines: Mapping[str, Sequence[float]], *, markers: bool = False) -> None:
-    """One line a name over `x`, with a legend. Gaps (NaN) stay gaps. At most five: more cannot be told apart."""
+def curves(
+    ax: Axes, x: Sequence[float], lines: Mapping[str, Sequence[float]], *, markers: bool = False, band: bool = False
+) -> None:
+    """One line a name over `x`, with a legend. Gaps (NaN) stay gaps. At most five: more cannot be told apart.
+
+    `band`: the first line is a wide grey one, so that another that lies on it can be seen.
+    """
     if len(lines) > len(COLORS):
         raise InputError(f"curves: {len(lines)} lines, {len(COLORS)} can be told apart; split the figure")
     for (name, y), color, dash, marker in zip(lines.items(), COLORS, DASHES, MARKERS, strict=False):
         ax.plot(x, y, color=color, linestyle=dash, marker=marker if markers else None, markersize=4, label=name)
+    if band:
+        ax.lines[0].set(linewidth=6, alpha=0.4)
     ax.legend(frameon=False, fontsize=9)
 
 
