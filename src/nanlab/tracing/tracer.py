@@ -20,12 +20,12 @@ from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -43,7 +43,8 @@ COPIES = ("slice_backward", "cat", "clone")  # of gradients that have been looke
 UNNAMED, CONSTANT = "an unnamed tensor", "a constant in"
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 SUMS = ("sum", "nll_loss_forward")  # a zero among them is an empty count, or the sum of nothing
-HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT = range(5)
+HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT, MODULE = range(6)
+MACHINERY = {"_engine_run_backward": ENGINE, "_call_impl": MODULE}
 
 
 # -- where in the code -----------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def whose(code) -> int:
     """Whose code is it: the user's, a library's, the autograd engine's, or machinery that nobody wants to see."""
     file = code.co_filename
     if file.startswith(TORCH):
-        return ENGINE if code.co_name == "_engine_run_backward" else CHECKPOINT * file.endswith("checkpoint.py")
+        return MACHINERY.get(code.co_name, CHECKPOINT * file.endswith("checkpoint.py"))
     if file.startswith((PACKAGE + "tracing", *GENERATED)):
         return HIDDEN
     if file.startswith(PACKAGE + "course"):  # the course's cases stand for the reader's own code
@@ -61,18 +62,35 @@ def whose(code) -> int:
     return LIBRARY if library else HIDDEN if file.startswith(STDLIB) else USER
 
 
-def walk(frame, stop=None) -> tuple[tuple, bool, bool]:
-    """Frames from ``frame`` out to ``stop``, innermost first; did the engine come before; is it a recomputation."""
-    found, recomputed = [], False
-    while frame is not None and frame is not stop:
-        kind = whose(frame.f_code)
-        if kind == ENGINE:
-            return tuple(found), True, recomputed
+class Place(NamedTuple):
+    """Innermost (code, instruction) of a library, if nothing of the user's lies deeper; of the user; the modules whose
+    forward is running, innermost first; is it inside the autograd engine; is it a recomputation for checkpointing."""
+
+    library: tuple | None
+    user: tuple | None
+    modules: tuple
+    engine: bool
+    recomputed: bool
+
+    def within(self, outer: Place | None) -> Place:
+        """The same place, seen from the line that called backward()."""
+        known = self.user or self.library or outer is None
+        return self._replace(user=self.user or (outer and outer.user), library=self.library if known else outer.library)
+
+
+def walk(frame) -> Place:
+    """Where is this frame? Goes outwards, up to the autograd engine."""
+    library, user, modules, recomputed = None, None, [], False
+    while frame is not None and (kind := whose(code := frame.f_code)) != ENGINE:
+        if kind == LIBRARY and not user:
+            library = library or (code, frame.f_lasti)
+        elif kind == USER:
+            user = user or (code, frame.f_lasti)
+        elif kind == MODULE:
+            modules.append(frame.f_locals["self"])
         recomputed |= kind == CHECKPOINT
-        if kind in (USER, LIBRARY):
-            found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found), False, recomputed
+    return Place(library, user, tuple(modules), frame is not None, recomputed)
 
 
 def line_of(code, instruction: int) -> tuple[str, str]:
@@ -160,14 +178,6 @@ class Event(Report):
         return {self}.union(*(p.lineage() for p in self.parents))
 
 
-class Call(SimpleNamespace):
-    """A module's forward in progress: name, frame, frames, below. The frame is let go at the end, or its locals
-    stay."""
-
-    def around(self) -> tuple:
-        return self.frames + (self.below.around() if self.below else ())
-
-
 def key_of(t: Tensor) -> StorageWeakRef:
     return StorageWeakRef(plain(t).untyped_storage())
 
@@ -226,19 +236,11 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n, self.call, self.stepping, self.setting = 0, None, None, None
+        self.n, self.stepping, self.setting, self.outside = 0, None, None, None
         self.scaler_skips = self.went_backward = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
-        self.counts, self.checked, self.put, self.reads, self.last, self.outside, self.growth = (
-            set(),
-            set(),
-            set(),
-            (),
-            (),
-            (),
-            [],
-        )
+        self.counts, self.put, self.reads, self.last, self.growth = set(), set(), (), (), []
 
     # -- what things are called --------------------------------------------------------------------------------------
     def adopt(self, model: nn.Module, prefix: str = "") -> None:
@@ -258,7 +260,6 @@ class Tracer(TorchDispatchMode):
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
         """Learn what its state is called, which may have been restored from a checkpoint."""
-        self.optimizers[id(optimizer)] = optimizer
         for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
             self.adopt_parameter(f"#{i}", p)
             for name, value in optimizer.state.get(p, {}).items():
@@ -274,8 +275,6 @@ class Tracer(TorchDispatchMode):
     # -- entering and leaving ----------------------------------------------------------------------------------------
     def __enter__(self):
         self.hooks = [
-            register_module_forward_pre_hook(self.enter_module),
-            register_module_forward_hook(self.leave_module, always_call=True),
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         ]
@@ -283,31 +282,17 @@ class Tracer(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *exc):
-        torch.autograd.backward, self.call = self.backward, None
+        torch.autograd.backward = self.backward
         for hook in self.hooks:
             hook.remove()
         return super().__exit__(*exc)
 
-    def enter_module(self, module: nn.Module, _args) -> None:
-        if module not in self.modules:  # made inside the step
-            variable = next((f"{name}." for name, value in user_variables() if value is module), "")
-            self.adopt(module, variable)
-        frame = sys._getframe(1)
-        frames, engine, _ = walk(frame, self.call and self.call.frame)
-        name = self.modules[module] or type(module).__name__
-        frames += self.outside if engine else ()
-        self.call = Call(name=name, frame=frame, frames=frames, below=self.call)
-
-    def leave_module(self, *_args) -> None:
-        if self.call:
-            self.call.frame, self.call = None, self.call.below
-
     def before_step(self, optimizer: Optimizer, *_args) -> None:
         with _disable_current_modes():
             self.stepping = optimizer
-            if id(optimizer) not in self.checked:  # what was restored from a checkpoint; afterwards every write is seen
+            if optimizer not in self.optimizers:  # what was restored from a checkpoint; afterwards every write is seen
                 self.adopt_optimizer(optimizer)
-                self.checked.add(id(optimizer))
+                self.optimizers[optimizer] = None
                 state = [v for values in optimizer.state.values() for v in values.values() if is_float(v)]
                 for t in [p for g in optimizer.param_groups for p in g["params"]] + state:
                     if (kind := bad(t)) and key_of(t) not in self.taint:
@@ -327,7 +312,7 @@ class Tracer(TorchDispatchMode):
 
     def largest(self) -> float:
         """The largest finite |parameter| in a sample of each that an optimizer moves."""
-        groups = (g for o in self.optimizers.values() for g in o.param_groups)
+        groups = (g for o in self.optimizers for g in o.param_groups)
         samples = [plain(p).flatten()[:4096] for g in groups for p in g["params"] if p.numel()]
         return max((v for s in samples if math.isfinite(v := s.abs().max().item())), default=math.nan)
 
@@ -336,7 +321,7 @@ class Tracer(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             return self.backward(tensors, *args, **kwargs)
         roots = [t for t in ([tensors] if isinstance(tensors, Tensor) else tensors) if is_float(t)]
-        self.went_backward, self.outside = True, walk(sys._getframe(1))[0]
+        self.went_backward, self.outside = True, self.here()
         for t in roots:
             self.sink("the loss given to backward()", t)
         result = self.backward(tensors, *args, **kwargs)
@@ -348,34 +333,43 @@ class Tracer(TorchDispatchMode):
         return result
 
     # -- where are we ------------------------------------------------------------------------------------------------
+    def here(self) -> Place:
+        """Where the step is. A model that was made inside the step is adopted at first sight, from the outside in."""
+        place = walk(sys._getframe(2))
+        for module in reversed(place.modules):
+            if module not in self.modules:
+                self.adopt(module, next((f"{name}." for name, value in user_variables() if value is module), ""))
+        return place
+
     def event(self, op: str, phase: str = "", writes_leaf: bool = False, **more: object) -> Event:
         """An event, here and now: phase, module, and lines."""
-        local, engine, recomputed = walk(sys._getframe(1), self.call and self.call.frame)
-        around, module, note = self.outside if engine else (), self.call.name if self.call else "", ""
-        frames = local + (self.call.around() if self.call else around)
-        if torch._C._current_graph_task_id() == -1 or recomputed:
+        here, note, backward = self.here(), "", torch._C._current_graph_task_id() != -1
+        place, owner = here.within(self.outside) if here.engine else here, ""
+        if not backward or here.recomputed:
             stepping = self.stepping is not None or (writes_leaf and not torch.is_grad_enabled())
-            phase, module = phase or ("optimizer" if stepping else "forward"), "" if stepping else module
-            note = "recomputed for checkpointing" if recomputed and engine else ""
+            phase, place = (
+                phase or ("optimizer" if stepping else "forward"),
+                place._replace(modules=place.modules * (not stepping)),
+            )
+            note = "recomputed for checkpointing" if here.recomputed and here.engine else ""
         elif (node := torch._C._current_autograd_node()) is not None:
             # A native node is tied to the forward line that made it; Python code in a backward has a line of its own.
             number, variable = node._sequence_nr(), getattr(node, "variable", None)
-            made = next(
-                (self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (None, around, "")
-            )
-            call, lines, note = made[0], made[1], f"{node.name()}, gradient of {made[2]}"
-            module, frames = (
-                call.name if call else "",
-                local + around if local else lines + (call.around() if call else ()),
-            )
+            made, of = next((self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (place, ""))
             if variable is not None:  # AccumulateGrad: a parameter, but no forward line
-                note, frames = f"{node.name()}, gradient of {self.name_of(variable)}", local + around
-                module = self.name_of(variable).rpartition(".")[0]
-        source, said = next((line_of(*f) for f in frames if whose(f[0]) == USER), ("", ""))
-        library, inside = line_of(*frames[0]) if frames and whose(frames[0][0]) == LIBRARY else ("", "")
+                owner, of, place = (
+                    self.name_of(variable).rpartition(".")[0],
+                    self.name_of(variable),
+                    place._replace(modules=()),
+                )
+            else:
+                place = (place if here.user or here.library else made)._replace(modules=made.modules)
+            note = f"{node.name()}, gradient of {of}"
+        module = next((self.modules[m] or type(m).__name__ for m in place.modules), owner)
+        source, said = line_of(*place.user) if place.user else ("", "")
+        library, inside = line_of(*place.library) if place.library else ("", "")
         spot = {"op": op, "phase": phase or "backward", "module": module, "source": source, "library": library}
-        spot["code"] = (said, inside)
-        return Event(n=self.n, note=note, **{**spot, **more})
+        return Event(n=self.n, note=note, **{**spot, "code": (said, inside), **more})
 
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -392,7 +386,7 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
-            self.forward[number] = (self.call, walk(sys._getframe(1), self.call and self.call.frame)[0], name)
+            self.forward[number] = (self.here(), name)
         if skip or (not self.taint and self.harmless(name, args)):
             return out
         produced = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if is_float(t)]
@@ -442,7 +436,8 @@ class Tracer(TorchDispatchMode):
 
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
         event = self.event(birth.op.rstrip("_"), writes_leaf=written and birth.out.is_leaf and birth.out.requires_grad)
-        birth.native = event.phase == "backward" and not walk(sys._getframe(1), self.call and self.call.frame)[0]
+        here = walk(sys._getframe(1))
+        birth.native = event.phase == "backward" and not (here.user or here.library)
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
         birth.phase, birth.counted = event.phase, lambda t: key_of(t) in self.counts
         given = as_list(self.stepping.param_groups[0].get("eps")) if self.stepping is not None else ()
@@ -522,7 +517,7 @@ class Tracer(TorchDispatchMode):
         for name, p in self.parameters.values() if self.taint else ():
             self.sink(f"gradient of {name}", p.grad)
             self.sink(f"parameter {name}", p)
-        for p, state in (item for o in self.optimizers.values() if self.taint for item in o.state.items()):
+        for p, state in (item for o in self.optimizers if self.taint for item in o.state.items()):
             for name, value in state.items():
                 self.sink(f"optimizer state {name} of {self.name_of(p)}", value)
         for name, buffer in self.buffers.items() if self.taint else ():
