@@ -63,19 +63,22 @@ def whose(code) -> int:
 
 
 class Place(NamedTuple):
-    """Innermost (code, instruction) of a library, if nothing of the user's lies deeper; of the user; the modules whose
-    forward is running, innermost first; is it inside the autograd engine; is it a recomputation for checkpointing."""
+    """(code, instruction) of the user, and of a library that lies deeper; the modules whose forward is running,
+    innermost first; is it inside the autograd engine; is it a recomputation for checkpointing."""
 
-    library: tuple | None
-    user: tuple | None
-    modules: tuple
-    engine: bool
-    recomputed: bool
+    user: tuple | None = None
+    library: tuple | None = None
+    modules: tuple = ()
+    engine: bool = False
+    recomputed: bool = False
 
-    def within(self, outer: Place | None) -> Place:
+    def lines(self) -> tuple | None:
+        return self.user or self.library
+
+    def within(self, outer: Place) -> Place:
         """The same place, seen from the line that called backward()."""
-        known = self.user or self.library or outer is None
-        return self._replace(user=self.user or (outer and outer.user), library=self.library if known else outer.library)
+        library = self.library if self.lines() else outer.library
+        return self._replace(user=self.user or outer.user, library=library)
 
 
 def walk(frame) -> Place:
@@ -90,11 +93,14 @@ def walk(frame) -> Place:
             modules.append(frame.f_locals["self"])
         recomputed |= kind == CHECKPOINT
         frame = frame.f_back
-    return Place(library, user, tuple(modules), frame is not None, recomputed)
+    return Place(user, library, tuple(modules), frame is not None, recomputed)
 
 
-def line_of(code, instruction: int) -> tuple[str, str]:
+def line_of(at: tuple | None) -> tuple[str, str]:
     """('file.py:12', 'in step():  loss = …'). A cell is called 'cell:12'; a library's file by its path inside it."""
+    if at is None:
+        return "", ""
+    code, instruction = at
     line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
     function = "" if code.co_name.startswith("<") else f"in {code.co_name}():"
     said = f"{function}  {linecache.getline(code.co_filename, line).strip()[:120]}".strip()
@@ -236,7 +242,7 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n, self.stepping, self.setting, self.outside = 0, None, None, None
+        self.n, self.stepping, self.setting, self.outside = 0, None, None, Place()
         self.scaler_skips = self.went_backward = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
@@ -343,31 +349,24 @@ class Tracer(TorchDispatchMode):
 
     def event(self, op: str, phase: str = "", writes_leaf: bool = False, **more: object) -> Event:
         """An event, here and now: phase, module, and lines."""
-        here, note, backward = self.here(), "", torch._C._current_graph_task_id() != -1
-        place, owner = here.within(self.outside) if here.engine else here, ""
+        here, backward, owner, note = self.here(), torch._C._current_graph_task_id() != -1, "", ""
+        place = here.within(self.outside) if here.engine else here
         if not backward or here.recomputed:
             stepping = self.stepping is not None or (writes_leaf and not torch.is_grad_enabled())
-            phase, place = (
-                phase or ("optimizer" if stepping else "forward"),
-                place._replace(modules=place.modules * (not stepping)),
-            )
-            note = "recomputed for checkpointing" if here.recomputed and here.engine else ""
+            phase = phase or ("optimizer" if stepping else "forward")
+            place = place._replace(modules=() if stepping else place.modules)
+            note = "recomputed for checkpointing" if backward and here.engine else ""
         elif (node := torch._C._current_autograd_node()) is not None:
             # A native node is tied to the forward line that made it; Python code in a backward has a line of its own.
             number, variable = node._sequence_nr(), getattr(node, "variable", None)
             made, of = next((self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (place, ""))
             if variable is not None:  # AccumulateGrad: a parameter, but no forward line
-                owner, of, place = (
-                    self.name_of(variable).rpartition(".")[0],
-                    self.name_of(variable),
-                    place._replace(modules=()),
-                )
-            else:
-                place = (place if here.user or here.library else made)._replace(modules=made.modules)
+                of, made = self.name_of(variable), place._replace(modules=())
+                owner = of.rpartition(".")[0]
+            place = (place if here.lines() or variable is not None else made)._replace(modules=made.modules)
             note = f"{node.name()}, gradient of {of}"
+        (source, said), (library, inside) = map(line_of, (place.user, place.library))
         module = next((self.modules[m] or type(m).__name__ for m in place.modules), owner)
-        source, said = line_of(*place.user) if place.user else ("", "")
-        library, inside = line_of(*place.library) if place.library else ("", "")
         spot = {"op": op, "phase": phase or "backward", "module": module, "source": source, "library": library}
         return Event(n=self.n, note=note, **{**spot, "code": (said, inside), **more})
 
@@ -436,8 +435,7 @@ class Tracer(TorchDispatchMode):
 
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
         event = self.event(birth.op.rstrip("_"), writes_leaf=written and birth.out.is_leaf and birth.out.requires_grad)
-        here = walk(sys._getframe(1))
-        birth.native = event.phase == "backward" and not (here.user or here.library)
+        birth.native = event.phase == "backward" and not walk(sys._getframe(1)).lines()
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
         birth.phase, birth.counted = event.phase, lambda t: key_of(t) in self.counts
         given = as_list(self.stepping.param_groups[0].get("eps")) if self.stepping is not None else ()
