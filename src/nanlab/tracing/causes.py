@@ -140,17 +140,14 @@ class Birth(SimpleNamespace):
     def nan_from_inf(self) -> bool:
         return self.kind == "nan" and (any("inf" in kind for _, _, kind in self.inputs) or self.literal() == "inf")
 
-    def huge(self) -> bool:
-        """Are the finite inputs so large that their squares add up to more than the dtype holds?"""
-        peak = lambda x: plain(x).abs().max().double().item() ** 2 * x.numel() > torch.finfo(x.dtype).max
-        return any(x.numel() and not kind and peak(x) for _, x, kind in self.inputs)
-
     def too_large(self) -> bool:
         """Did finite numbers give NaN because of their size? Then float64 gives none for the same numbers."""
         if "attention" in self.op:  # no edge in there: only exp(score − largest score), rounded, of huge scores
             return True
-        wide = self.in_float64()
-        return self.huge() if wide is None else not bad_mask(wide)[self.where()].any()
+        if (wide := self.in_float64()) is not None:
+            return not bad_mask(wide)[self.where()].any()
+        squares = ((x.abs().max().double() ** 2 * x.numel(), x.dtype) for _, x, k in self.inputs if x.numel() and not k)
+        return any(total > torch.finfo(dtype).max for total, dtype in squares)
 
     def where(self) -> Tensor:
         """The places of the output that are newly bad; all bad ones, if that cannot be told."""
@@ -277,7 +274,7 @@ def _(b: Birth) -> bool:
     Treat that case apart: equal values leave nothing to normalise (their advantage is 0), a single value has no spread,
     and a zero vector no direction. No eps makes it right: it blows rounding noise up to full-size signals.
     """
-    spread = bool(re.search(r"^var|^std|norm", b.op)) and not b.huge()
+    spread = bool(re.search(r"^var|^std|norm", b.op)) and not b.too_large()
     return b.kind == "nan" and b.from_finite() and (spread or b.divides_by_zero())
 
 
