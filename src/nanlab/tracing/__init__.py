@@ -48,11 +48,9 @@ def locate(
         raise InputError(f"locate(): step is a {type(step).__name__}; give a function without arguments, or a trainer")
     tracer = Tracer()
     for name, value in named_tensors.items():
-        entries = (
-            {f"{name} {k}": v for k, v in value.items()} if isinstance(value, Mapping) else {f"batch {name}": value}
-        )
-        for label, v in entries.items():
-            tracer.name(v, label)
+        tracer.name(value, f"batch {name}")
+        for key, entry in value.items() if isinstance(value, Mapping) else ():
+            tracer.name(entry, f"{name} {key}")
     around = surroundings(step)
     models = {"": model} if model is not None else {k: v for k, v in around.items() if isinstance(v, nn.Module)}
     for name, m in models.items():

@@ -24,7 +24,7 @@ MASKS = ("attn_mask", "attn_bias")  # a −inf in these is meant
 SOFTMAX = r"softmax|logsumexp|attention"
 DIVISION = r"^(_foreach_)?(div|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
-LOGARITHM = r"^(_foreach_)?(log|log2|log10|log1p|logit|xlogy|_log_softmax|log_sigmoid_forward)_?$"
+LOGARITHM = r"^(_foreach_)?(log|log2|log10|log1p|logit|xlogy|_log_softmax|log_sigmoid_forward|_ctc_loss)_?$"
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
@@ -120,7 +120,10 @@ class Birth(SimpleNamespace):
     def zero(self, value: object) -> bool:
         """Is ``value`` 0 where the output went bad (anywhere, if places do not correspond)?"""
         if isinstance(value, Tensor):
-            return bool(((value == 0) & self.fresh if self.fresh is not None else value == 0).any())
+            zero = plain(value).isinf() if value is self.out else value == 0  # written in place: 1/0 is inf by now
+            if self.fresh is not None:
+                zero = zero & self.fresh & (torch.isnan(self.out) if self.kind == "nan" else True)
+            return bool(zero.any())
         return isinstance(value, (int, float)) and value == 0
 
     def held(self, number: float) -> float:
@@ -234,7 +237,7 @@ def _(b: Birth) -> bool:
     return isinstance(x, Tensor) and x.numel() > 0 and bool(x.isneginf().all(-1 if dim is None else dim).any())
 
 
-@row("empty_mean", r"mean|median|quantile|nll_loss|var|std|^div", "03_empty_batch")
+@row("empty_mean", r"mean|median|quantile|loss|cross_entropy|var|std|^div", "03_empty_batch")
 def _(b: Birth) -> bool:
     """A mean over nothing: no element was selected, so the sum 0 is divided by the count 0.
 
@@ -242,15 +245,15 @@ def _(b: Birth) -> bool:
     selected: a prompt that fills max_length, labels that are all −100, a mask that is all zero.
     """
     x, other, target = b.get("self"), b.get("other"), b.get("target")
-    if target is not None:
+    if "nll_loss" in b.op:
         weight, seen = b.get("weight"), target[target != b.get("ignore_index")]
         return b.from_finite() and (seen.numel() == 0 or (weight is not None and not weight[seen].any()))
-    if b.op != "div":
+    if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
     counted = x.numel() == 1
     if isinstance(other, Tensor):  # a whole number, a sum, or what a sum is divided by: else 0/0 of measured things
         given = b.counted(x) and not other.requires_grad
-        counted = x.numel() == other.numel() and (given or b.counted(other) or not is_float(other))
+        counted = b.counted(other) + given + (x.numel() == other.numel()) >= 2
     return b.kind == "nan" and counted and b.zero(other) and not b.native
 
 

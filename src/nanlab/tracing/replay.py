@@ -32,6 +32,7 @@ from nanlab.tracing.tracer import Tracer
 METHODS = {"train": "training_step", "eval": "prediction_step"}
 OWNERS = ("state", "control", "callback_handler", "lr_scheduler", "accelerator")
 
+RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 PARTS = ("chosen", "rejected", "reference")  # TRL puts them one below the other in one batch
 UNSELECTED = (("labels", -100), ("completion_mask", 0))  # what stands where a token does not count
 
@@ -42,13 +43,12 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
     try:
         with torch.compiler.set_stance("force_eager"), tracer:
             result = step()
-    except Exception as error:  # it is part of the report
+    except RAISED as error:  # it is part of the report
         exception = error
         tracer.abandoned(error)
     # Single numbers are losses and metrics; larger tensors are 'values', among which a mask may be handed back.
-    for name, part in (
-        {f"result[{k!r}]": v for k, v in result.items()} if isinstance(result, Mapping) else {"the result": result}
-    ).items():
+    named = {f"result[{k!r}]": v for k, v in result.items()} if isinstance(result, Mapping) else {"the result": result}
+    for name, part in named.items():
         for value in tree_leaves(part):
             tracer.sink(f"values in {name}" if isinstance(value, Tensor) and value.numel() > 1 else name, value)
     tracer.sink_state()
@@ -79,14 +79,10 @@ class Hunt:
             raise Found
         given = dict(inputs) if isinstance(inputs, Mapping) else {}  # as it came: a step may take entries out
         undo, result, raised = freeze_all(self.trainer, [model], weights=False), None, True
-        with contextlib.suppress(Exception):  # it will raise again under the tracer
+        with contextlib.suppress(*RAISED):  # it will raise again under the tracer
             result, raised = self.original(model, copy.copy(inputs), *args, **kwargs), False
         grads = (p.grad for p in model.parameters()) if self.mode == "train" else ()
-        if (
-            not raised
-            and not any(map(troubled, tree_leaves(result)))
-            and not any(is_float(g) and bad(g) for g in grads)
-        ):
+        if not (raised or any(map(troubled, tree_leaves(result))) or any(is_float(g) and bad(g) for g in grads)):
             return result
         undo()
         scaler = getattr(self.trainer.accelerator, "scaler", None)

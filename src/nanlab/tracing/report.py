@@ -135,7 +135,7 @@ def excused(name: str, event, tracer) -> bool:
         return name.startswith(("gradient", "the loss"))  # GradScaler skips this step and lowers its scale
     if name.startswith("values"):  # a mask or a sentinel handed back
         return root.deliberate or (bool(root.name) and tracer.went_backward)
-    return name.startswith("parameter") and root.deliberate  # a mask kept there
+    return name.startswith(("parameter", "variable", "the number")) and root.deliberate  # a mask kept there
 
 
 def place(e) -> tuple:

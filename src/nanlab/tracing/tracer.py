@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nanlab.tracing.causes import MASKS, Birth, as_list, bad, bad_mask, diagnose, is_float, plain, span
+from nanlab.tracing.causes import LARGEST, MASKS, Birth, as_list, bad, bad_mask, diagnose, is_float, plain, span
 from nanlab.tracing.report import Report
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
@@ -42,7 +42,11 @@ HARMLESS = re.compile(r"(_foreach_)?(lerp|sqrt|mul|add|div)_?")
 COPIES = ("slice_backward", "cat", "clone")  # of gradients that have been looked at
 UNNAMED, CONSTANT = "an unnamed tensor", "a constant in"
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
-SUMS = ("sum", "nll_loss_forward")  # a zero among them is an empty count, or the sum of nothing
+SUMS = re.compile(
+    r"sum|nll_loss_forward|mean|b?mm|(scatter|index)_add_?|bincount"
+)  # a zero among them is an empty count, or the sum of nothing
+SUMMED_UP = ("_to_copy", "div", "add", "neg")
+CHOICES = ("argmax", "multinomial", "topk", "sort")
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT, MODULE = range(6)
 MACHINERY = {"_engine_run_backward": ENGINE, "_call_impl": MODULE}
 
@@ -122,7 +126,7 @@ def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
     elif depth and not isinstance(value, (str, type, ModuleType, Tracer)):
         held = value.data if isinstance(value, UserDict) else value  # its own entries: some mappings load when asked
         pairs = (
-            dict.items(held) if isinstance(held, dict) else enumerate(held) if isinstance(held, (list, tuple)) else ()
+            dict.items(held) if isinstance(held, dict) else enumerate(held if isinstance(held, (list, tuple)) else ())
         )
         entries = [(f"{name}[{k!r}]", v) for k, v in itertools.islice(pairs, 1000)]
         if not entries:
@@ -232,7 +236,8 @@ class Tracer(TorchDispatchMode):
     ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor).
     ``forward``: autograd sequence number → (call, frames, operation). ``counts``: storages of sums; a zero among them
     is an empty count. ``put``: storages that something bad was copied into, as it was. ``reads``: behind the last bad
-    number read into Python; ``last``: behind the last bad output. ``setting``: the event of a NaN learning rate.
+    number read into Python; ``last``: behind the last bad output; ``chosen``: behind the last choice among NaN.
+    ``setting``: the event of a NaN learning rate.
     ``outside``: frames around the call of backward(). ``growth``: (number of the operation, largest |parameter|)
     before each optimizer step.
     """
@@ -246,7 +251,7 @@ class Tracer(TorchDispatchMode):
         self.scaler_skips = self.went_backward = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
-        self.counts, self.put, self.reads, self.last, self.growth = set(), set(), (), (), []
+        self.counts, self.put, self.reads, self.last, self.chosen, self.growth = set(), set(), (), (), (), []
 
     # -- what things are called --------------------------------------------------------------------------------------
     def adopt(self, model: nn.Module, prefix: str = "") -> None:
@@ -397,13 +402,19 @@ class Tracer(TorchDispatchMode):
                 event = self.event(name, kind=found[0][2].strip("-"), cause="unknown", explanation=f"({error!r})")
                 for _, t, _ in found:
                     self.record(t, (event,))
-        if name in SUMS or (name in ("_to_copy", "div") and (not is_float(args[0]) or key_of(args[0]) in self.counts)):
-            self.counts |= {key_of(t) for t in as_list(out) if t.numel() <= 4096}
+        if SUMS.fullmatch(name) or (name in SUMMED_UP and any(map(self.counted, args[:2]))):
+            self.counts |= {key_of(t) for t in as_list(out) if t.numel() <= LARGEST}
         elif name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
             self.reads = self.blame(args[0], kind)
+        elif name in CHOICES and bad(args[0]) == "nan":  # a whole number that nobody can see it by
+            self.chosen = self.blame(args[0], "nan")
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
         return out
+
+    def counted(self, value: object) -> bool:
+        """A whole number, or a sum: 0 may mean that there was nothing to count."""
+        return isinstance(value, Tensor) and (not is_float(value) or key_of(value) in self.counts)
 
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
@@ -430,14 +441,14 @@ class Tracer(TorchDispatchMode):
                 born = self.born(case, parents, id(t) in before)
             self.last = (*carried, born) if is_born else carried
             self.record(t, self.last)
-            if before.get(id(t), "") is None or (born and born.name):
+            if before.get(id(t), "") is None or birth.op in (*COPIES, "stack", "_to_copy") or (born and born.name):
                 self.put.add(key_of(t))
 
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
         event = self.event(birth.op.rstrip("_"), writes_leaf=written and birth.out.is_leaf and birth.out.requires_grad)
         birth.native = event.phase == "backward" and not walk(sys._getframe(1)).lines()
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
-        birth.phase, birth.counted = event.phase, lambda t: key_of(t) in self.counts
+        birth.phase, birth.counted = event.phase, self.counted
         given = as_list(self.stepping.param_groups[0].get("eps")) if self.stepping is not None else ()
         birth.eps = [float(e) for e in given if e is not None]  # Adafactor has two
         (event.cause, event.explanation), event.kind, mask = diagnose(birth), birth.kind.strip("-"), birth.fresh
@@ -450,7 +461,11 @@ class Tracer(TorchDispatchMode):
         mask = mask & torch.isnan(plain(birth.out)) if event.cause in ("zero_times_inf", "inf_minus_inf") else mask
         passed_on = birth.op == "_log_softmax" and parents and all(p.deliberate for p in parents)
         event.parents, event.deliberate = parents, (literal and birth.kind != "nan") or bool(passed_on)
-        return event.about(birth.out, mask, inputs=[f"{a}: {span(x)}" for a, x, _ in birth.inputs])
+        return event.about(
+            birth.out,
+            mask,
+            inputs=[f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs],
+        )
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
         """Whose fault is the first bad element of ``x``? Nobody's here, if it came in from outside."""
@@ -506,6 +521,8 @@ class Tracer(TorchDispatchMode):
         """Something that ought to be finite: remember whose fault it is, if it is not."""
         if is_float(value) and name not in self.sinks and (kind := bad(value)):
             self.sinks[name] = self.blame(value, kind)
+        elif self.chosen and isinstance(value, Tensor) and not is_float(value) and value.dtype is not torch.bool:
+            self.sinks[name] = self.chosen
         elif isinstance(value, float) and not math.isfinite(value):  # most likely the last bad number that was read
             kind = "nan" if value != value else "inf"
             self.sinks[name] = self.reads or (Event(n=self.n, op=name, phase="forward", kind=kind, cause="unknown"),)
@@ -524,8 +541,8 @@ class Tracer(TorchDispatchMode):
 
     def abandoned(self, error: BaseException) -> None:
         """The step raised: what its frames held is all there is to judge by."""
-        if "returned nan values" in str(error):
-            self.sinks["the gradient at which detect_anomaly stopped"] = self.last
+        if re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE):
+            self.sinks["the number at which the step raised"] = self.last
         trace = error.__traceback__
         while trace is not None:
             for name, value in list(trace.tb_frame.f_locals.items()) if whose(trace.tb_frame.f_code) == USER else ():
