@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from nanlab.errors import InputError
-from nanlab.tracing.replay import is_trainer, locate_in_trainer, run
+from nanlab.tracing.replay import is_trainer, locate_in_trainer
 from nanlab.tracing.report import Report
-from nanlab.tracing.tracer import Tracer
+from nanlab.tracing.tracer import Tracer, run
 
 __all__ = ["Report", "locate"]
 

@@ -27,32 +27,13 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from nanlab.errors import InputError
 from nanlab.tracing.causes import bad, is_float
 from nanlab.tracing.report import Report, verdict
-from nanlab.tracing.tracer import Tracer
+from nanlab.tracing.tracer import RAISED, Tracer, run
 
 METHODS = {"train": "training_step", "eval": "prediction_step"}
 OWNERS = ("state", "control", "callback_handler", "lr_scheduler", "accelerator")
 
-RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 PARTS = ("chosen", "rejected", "reference")  # TRL puts them one below the other in one batch
 UNSELECTED = (("labels", -100), ("completion_mask", 0))  # what stands where a token does not count
-
-
-def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
-    """Run ``step`` once; report on everything that should be finite afterwards. Compiled regions run eagerly."""
-    result = exception = None
-    try:
-        with torch.compiler.set_stance("force_eager"), tracer:
-            result = step()
-    except RAISED as error:  # it is part of the report
-        exception = error
-        tracer.abandoned(error)
-    # Single numbers are losses and metrics; larger tensors are 'values', among which a mask may be handed back.
-    named = {f"result[{k!r}]": v for k, v in result.items()} if isinstance(result, Mapping) else {"the result": result}
-    for name, part in named.items():
-        for value in tree_leaves(part):
-            tracer.sink(f"values in {name}" if isinstance(value, Tensor) and value.numel() > 1 else name, value)
-    tracer.sink_state()
-    return verdict(tracer, exception), result
 
 
 def is_trainer(thing: object) -> bool:

@@ -17,20 +17,21 @@ import re
 import sys
 import sysconfig
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from nanlab.tracing.causes import LARGEST, MASKS, Birth, as_list, bad, bad_mask, diagnose, is_float, plain, span
-from nanlab.tracing.report import Report
+from nanlab.tracing.report import Report, verdict
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
 STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
@@ -47,6 +48,7 @@ SUMS = re.compile(
 )  # a zero among them is an empty count, or the sum of nothing
 SUMMED_UP = ("_to_copy", "div", "add", "neg")
 CHOICES = ("argmax", "multinomial", "topk", "sort")
+RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT, MODULE = range(6)
 MACHINERY = {"_engine_run_backward": ENGINE, "_call_impl": MODULE}
 
@@ -567,3 +569,21 @@ def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, t
     visible = birth.op in ("_log_softmax", "logsumexp") and birth.kind != "nan"
     same = [x for x, k in bad_in if (k == "nan" or birth.kind != "nan") and not visible]
     return merge(blame[id(x)] for x in same), () if same else merge(blame.values()), not same
+
+
+def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
+    """Run ``step`` once; report on everything that should be finite afterwards. Compiled regions run eagerly."""
+    result = exception = None
+    try:
+        with torch.compiler.set_stance("force_eager"), tracer:
+            result = step()
+    except RAISED as error:  # it is part of the report
+        exception = error
+        tracer.abandoned(error)
+    # Single numbers are losses and metrics; larger tensors are 'values', among which a mask may be handed back.
+    named = {f"result[{k!r}]": v for k, v in result.items()} if isinstance(result, Mapping) else {"the result": result}
+    for name, part in named.items():
+        for value in tree_leaves(part):
+            tracer.sink(f"values in {name}" if isinstance(value, Tensor) and value.numel() > 1 else name, value)
+    tracer.sink_state()
+    return verdict(tracer, exception), result
