@@ -13,7 +13,7 @@ from torch import nn
 from nanlab.errors import InputError
 from nanlab.tracing.replay import is_trainer, locate_in_trainer
 from nanlab.tracing.report import Report
-from nanlab.tracing.tracer import Tracer, run
+from nanlab.tracing.tracer import Tracer, pairs_of, run
 
 __all__ = ["Report", "locate"]
 
@@ -52,6 +52,8 @@ def locate(
         for key, entry in value.items() if isinstance(value, Mapping) else ():
             tracer.name(entry, f"{name} {key}")
     around = surroundings(step)
+    held = [(f"{name}[{k!r}]", v) for name, value in around.items() for k, v in pairs_of(value)]
+    around |= {name: v for name, v in held if isinstance(v, (nn.Module, torch.optim.Optimizer))}
     models = {"": model} if model is not None else {k: v for k, v in around.items() if isinstance(v, nn.Module)}
     for name, m in models.items():
         tracer.adopt(m, f"{name}." if len(models) > 1 else "")
@@ -70,5 +72,5 @@ def surroundings(step: Callable) -> dict[str, Any]:
         return {**surroundings(step.func), **{f"argument{i}": a for i, a in enumerate(step.args)}, **step.keywords}
     function = inspect.unwrap(getattr(step, "__func__", step))
     scope = inspect.getclosurevars(function) if inspect.isfunction(function) else None
-    owner = dict(getattr(getattr(step, "__self__", None), "__dict__", {}))
+    owner = dict(getattr(getattr(step, "__self__", step), "__dict__", {}))
     return {**owner, **scope.globals, **scope.nonlocals} if scope else owner

@@ -18,25 +18,37 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 LARGEST = 1 << 22  # elements; a larger operation is not done again in float64
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 MASKS = ("attn_mask", "attn_bias")  # a −inf in these is meant
 SOFTMAX = r"softmax|logsumexp|attention"
-DIVISION = r"^(_foreach_)?(div|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
+DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
+MODULO = r"remainder|fmod"  # by 0, of any number
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
-LOGARITHM = r"^(_foreach_)?(log|log2|log10|log1p|logit|xlogy|_log_softmax|log_sigmoid_forward|_ctc_loss)_?$"
+POLES = "acos|asin|atanh|acosh|sqrt|erfinv|log|lgamma|digamma|polygamma|special_|.*det|.*solve|linalg_inv"
+LOGARITHM = (
+    r"^(_foreach_)?(log|log2|log10|log1p|logit|xlogy|_log_softmax|log_sigmoid_forward)_?$"
+    r"|ctc_loss|special_xlog1py|slogdet"
+)
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
 def is_float(t: object) -> bool:
-    return isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.device.type != "meta"
+    """A tensor of real or complex numbers, whose memory can be looked at."""
+    if not isinstance(t, Tensor) or isinstance(t, UninitializedTensorMixin) or t.device.type == "meta":
+        return False
+    wrapped = t.is_nested or t._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return (t.is_floating_point() or t.is_complex()) and not wrapped
 
 
 def plain(t: Tensor) -> Tensor:
-    """The numbers of ``t`` as a strided, real tensor."""
+    """The numbers of ``t`` as a strided, real tensor, in the same memory where possible."""
     t = t.detach()
-    t = t._values() if t.layout is torch.sparse_coo else t.to_dense() if t.layout is not torch.strided else t
-    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    if t.layout is not torch.strided:
+        t = t._values() if t.layout is torch.sparse_coo else t.values() if t.layout in COMPRESSED else t.to_dense()
+    return torch.view_as_real(t.conj() if t.is_conj() else t) if t.is_complex() else t
 
 
 def bad(t: Tensor) -> str:
@@ -74,8 +86,8 @@ class Birth(SimpleNamespace):
 
     ``inputs``: (argument, tensor, '' or its kind before the operation). ``native``: autograd's own backward, not Python
     code. ``saved``: it meets an inf that forward has saved. ``fresh``: which output elements are new, where inputs and
-    outputs correspond one to one. ``counted``: is this tensor a sum, which may count what was selected? ``eps``: of the
-    optimizer. ``index``: of the output among the outputs.
+    outputs correspond one to one. ``whole``: does a tensor count, so that 0 means that there was nothing? ``made``: was
+    it made in the step? ``eps``: of the optimizer. ``returned``: all that the operation returned.
     """
 
     fresh, native, saved, phase, eps = None, False, False, "", ()
@@ -91,11 +103,11 @@ class Birth(SimpleNamespace):
     def aligned(self, i: int, outputs: int, **fields: object) -> Birth:
         """In a ``_foreach_*`` call, the i-th output comes from the i-th entry of every list."""
         if not self.op.startswith(("_foreach", "_fused_a", "_fused_sgd", "_amp")):
-            return Birth(**{**vars(self), "index": i, **fields})
+            return Birth(**{**vars(self), **fields})
         count = max((len(v) for v in self.args if isinstance(v, (list, tuple))), default=1)
         pick = lambda v: [v[i % count]] if isinstance(v, (list, tuple)) and len(v) == count else v
         args, kwargs = tuple(map(pick, self.args)), {k: pick(v) for k, v in self.kwargs.items()}
-        return Birth(**{**vars(self), "args": args, "kwargs": kwargs, "index": 0, **fields})
+        return Birth(**{**vars(self), "args": args, "kwargs": kwargs, **fields})
 
     def get(self, *names: str) -> object:
         """The argument of one of these names: a tensor or a number, the first entry of a list."""
@@ -114,7 +126,7 @@ class Birth(SimpleNamespace):
         return torch.Tag.pointwise in getattr(self.func, "tags", ()) and fits and simple
 
     def divides_by_zero(self) -> bool:
-        names = ("other", "tensor2", "scalars") if re.search("div|remainder|fmod", self.op) else ("self",)
+        names = ("other", "tensor2", "scalars") if re.search(f"div|{MODULO}", self.op) else ("self",)
         return bool(re.search(DIVISION, self.op)) and self.zero(self.get(*names))
 
     def zero(self, value: object) -> bool:
@@ -165,7 +177,8 @@ class Birth(SimpleNamespace):
         wide = lambda v: v.double() if is_float(v) else torch.float64 if isinstance(v, torch.dtype) else v
         with contextlib.suppress(RuntimeError, TypeError):  # no float64 kernel
             value = self.func(*map(wide, self.args), **{k: wide(v) for k, v in self.kwargs.items()})
-            return [t for t in as_list(value) if is_float(t)][self.index]
+            pairs = zip(as_list(value), self.returned, strict=False)
+            return next((wide for wide, t in pairs if t is self.out), None)
         return None
 
     def excess(self) -> str:
@@ -250,10 +263,8 @@ def _(b: Birth) -> bool:
         return b.from_finite() and (seen.numel() == 0 or (weight is not None and not weight[seen].any()))
     if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
-    counted = x.numel() == 1
-    if isinstance(other, Tensor):  # a whole number, a sum, or what a sum is divided by: else 0/0 of measured things
-        given = b.counted(x) and not other.requires_grad
-        counted = b.counted(other) + given + (x.numel() == other.numel()) >= 2
+    counted = b.whole(other) and (not is_float(x) or b.made(x))  # else 0/0 of measured things
+    counted |= x.numel() == 1 and not isinstance(other, Tensor)
     return b.kind == "nan" and counted and b.zero(other) and not b.native
 
 
@@ -277,8 +288,8 @@ def _(b: Birth) -> bool:
     Treat that case apart: equal values leave nothing to normalise (their advantage is 0), a single value has no spread,
     and a zero vector no direction. No eps makes it right: it blows rounding noise up to full-size signals.
     """
-    spread = bool(re.search(r"^var|^std|norm", b.op)) and not b.too_large()
-    return b.kind == "nan" and b.from_finite() and (spread or b.divides_by_zero())
+    spread = bool(re.search(r"^var|^std|(?<!batch_)norm", b.op)) and not b.too_large()
+    return b.kind == "nan" and b.from_finite() and (spread or (b.divides_by_zero() and not re.search(MODULO, b.op)))
 
 
 @row("division_by_zero", DIVISION, "02_zero_std")
@@ -287,7 +298,7 @@ def _(b: Birth) -> bool:
 
     Find out why the denominator is 0; clamp it to the smallest value that makes sense, or leave those rows out.
     """
-    return b.kind != "nan" and b.divides_by_zero()
+    return (b.kind != "nan" or bool(re.search(MODULO, b.op))) and b.divides_by_zero()
 
 
 @row("log_of_zero", LOGARITHM, "04_log_of_zero")
@@ -306,7 +317,8 @@ def _(b: Birth) -> bool:
 
     Select instead of multiplying: torch.where(mask, x, 0), masked_fill, or index the valid entries.
     """
-    return b.nan_from_inf()
+    zero = any((x == 0).any() for _, x, kind in b.inputs if kind != "nan") or not all(map(is_float, b.args))
+    return b.nan_from_inf() and (zero or b.fresh is not None)
 
 
 @row("inf_minus_inf", r"", "01_inf_and_nan")
@@ -318,7 +330,7 @@ def _(b: Birth) -> bool:
     return b.nan_from_inf()
 
 
-@row("overflow", r"^(?!acos|asin|atanh|acosh|sqrt|erfinv|log)", "06_fp16_overflow")
+@row("overflow", rf"^(?!{POLES})", "06_fp16_overflow")
 def _(b: Birth) -> bool:
     """The result, or a number on the way to it, is larger than the dtype can hold.
 

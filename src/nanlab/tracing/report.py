@@ -132,7 +132,7 @@ def excused(name: str, event, tracer) -> bool:
     """Values that somebody means to be there, or that something already takes care of."""
     root = event.root()
     if tracer.scaler_skips and root.cause == "overflow" and root.phase == "backward":
-        return name.startswith(("gradient", "the loss"))  # GradScaler skips this step and lowers its scale
+        return not name.startswith(("parameter", "optimizer", "buffer"))  # GradScaler skips it and lowers its scale
     if name.startswith("values"):  # a mask or a sentinel handed back
         return root.deliberate or (bool(root.name) and tracer.went_backward)
     return name.startswith(("parameter", "variable", "the number")) and root.deliberate  # a mask kept there

@@ -9,6 +9,7 @@ their own history. No tensor is kept alive: an event holds text and numbers only
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import linecache
 import math
@@ -19,10 +20,12 @@ import sysconfig
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,18 +39,18 @@ from nanlab.tracing.report import Report, verdict
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
 STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
 INSTALLED, GENERATED = ("site-packages", "dist-packages"), ("<frozen", "<eval_with_key", "<torch_package")
-UNSEEN_OR_SHARED = ("empty", "resize_", "new_empty", "_unsafe_view")
-OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random|set)_|.*\.(\w+_)?out")
+UNSEEN_OR_SHARED = ("empty", "resize_", "set_", "new_empty", "_unsafe_view")
+OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random)_|.*\.(\w+_)?out")
 # In an optimizer step these cannot make a finite number bad: averages, shrinking by a factor, adding a constant.
-HARMLESS = re.compile(r"(_foreach_)?(lerp|sqrt|mul|add|div)_?")
+HARMLESS = re.compile(r"(_foreach_)?(lerp|mul|add|div)_?")
 COPIES = ("slice_backward", "cat", "clone")  # of gradients that have been looked at
 UNNAMED, CONSTANT = "an unnamed tensor", "a constant in"
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
-SUMS = re.compile(
-    r"sum|nll_loss_forward|mean|b?mm|(scatter|index)_add_?|bincount"
-)  # a zero among them is an empty count, or the sum of nothing
-SUMMED_UP = ("_to_copy", "div", "add", "neg")
-CHOICES = ("argmax", "multinomial", "topk", "sort")
+SELECTS = re.compile(r"(new_)?(zeros|ones)(_like)?|eye")  # numbers that say what counts, and what keeps them so:
+COUNTS = re.compile(
+    r"(nan)?sum|mean|cumsum|b?mm|mv|dot|bincount|histc|(scatter|index)_add_?|_to_copy|(div|mul|add|r?sub|copy|fill|masked_fill)_?"
+    r"|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter_?|gather|where|repeat.*|tril|triu"
+)
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT, MODULE = range(6)
 MACHINERY = {"_engine_run_backward": ENGINE, "_call_impl": MODULE}
@@ -117,6 +120,13 @@ def line_of(at: tuple | None) -> tuple[str, str]:
     return f"{'/'.join(parts[cut:]) if whose(code) == LIBRARY else parts[-1]}:{line}", said
 
 
+def pairs_of(value: object) -> list[tuple[object, object]]:
+    """(key, entry) of a container, at most a thousand. Its own entries: some mappings load them when asked."""
+    held = value.data if isinstance(value, UserDict) else value
+    pairs = dict.items(held) if isinstance(held, dict) else enumerate(held) if isinstance(held, (list, tuple)) else ()
+    return list(itertools.islice(pairs, 1000))
+
+
 def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) for every tensor that a variable is or holds: in a container, a module, an object."""
     if isinstance(value, Tensor):
@@ -126,11 +136,7 @@ def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
     elif depth and not isinstance(value, (str, type, ModuleType, Tracer)):
-        held = value.data if isinstance(value, UserDict) else value  # its own entries: some mappings load when asked
-        pairs = (
-            dict.items(held) if isinstance(held, dict) else enumerate(held if isinstance(held, (list, tuple)) else ())
-        )
-        entries = [(f"{name}[{k!r}]", v) for k, v in itertools.islice(pairs, 1000)]
+        entries = [(f"{name}[{k!r}]", v) for k, v in pairs_of(value)]
         if not entries:
             entries = [(f"{name}.{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
         for label, entry in entries:
@@ -194,6 +200,11 @@ def key_of(t: Tensor) -> StorageWeakRef:
     return StorageWeakRef(plain(t).untyped_storage())
 
 
+def is_mask(t: Tensor) -> bool:
+    """Is each finite number 0, as in a mask that is added?"""
+    return not plain(t)[~bad_mask(t)].any()
+
+
 def covers(region: tuple, address: int) -> bool:
     """Does a tensor of this (offset, shape, strides) hold the element at ``address`` of its storage?"""
     rest = address - region[0]
@@ -236,11 +247,12 @@ class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
     ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor).
-    ``forward``: autograd sequence number → (call, frames, operation). ``counts``: storages of sums; a zero among them
-    is an empty count. ``put``: storages that something bad was copied into, as it was. ``reads``: behind the last bad
-    number read into Python; ``last``: behind the last bad output; ``chosen``: behind the last choice among NaN.
-    ``setting``: the event of a NaN learning rate.
-    ``outside``: frames around the call of backward(). ``growth``: (number of the operation, largest |parameter|)
+    ``forward``: autograd sequence number → (call, frames, operation). ``made``: storages that forward has
+    written; ``counts``: those of them that hold counts. ``put``: storages that something bad was copied into, as it
+    was. ``reads``: kind → what is behind the first such number that was read into Python; ``latest``: behind the last
+    such output; ``last``: of any kind; ``chosen``: behind the last choice among NaN. ``steps``: the optimizers whose
+    step is running, None for a closure. ``setting``: the event of a NaN learning rate. ``outside``: the place that
+    called backward(). ``growth``: (number of the operation, largest |parameter|)
     before each optimizer step.
     """
 
@@ -249,11 +261,16 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n, self.stepping, self.setting, self.outside = 0, None, None, Place()
+        self.n, self.steps, self.setting, self.outside = 0, [None], None, Place()
         self.scaler_skips = self.went_backward = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
-        self.counts, self.put, self.reads, self.last, self.chosen, self.growth = set(), set(), (), (), (), []
+        self.reads, self.latest, self.last, self.chosen, self.growth = {}, {}, (), (), []
+        self.made, self.counts, self.put = set(), set(), set()
+
+    @property
+    def stepping(self) -> Optimizer | None:
+        return self.steps[-1]
 
     # -- what things are called --------------------------------------------------------------------------------------
     def adopt(self, model: nn.Module, prefix: str = "") -> None:
@@ -300,9 +317,10 @@ class Tracer(TorchDispatchMode):
             hook.remove()
         return super().__exit__(*exc)
 
-    def before_step(self, optimizer: Optimizer, *_args) -> None:
+    def before_step(self, optimizer: Optimizer, args: tuple = (), kwargs: dict | None = None) -> tuple:
+        """A closure is called as what it is, forward and backward."""
         with _disable_current_modes():
-            self.stepping = optimizer
+            self.steps.append(optimizer)
             if optimizer not in self.optimizers:  # what was restored from a checkpoint; afterwards every write is seen
                 self.adopt_optimizer(optimizer)
                 self.optimizers[optimizer] = None
@@ -311,17 +329,33 @@ class Tracer(TorchDispatchMode):
                     if (kind := bad(t)) and key_of(t) not in self.taint:
                         self.arrived(t, kind)
             self.growth.append((self.n, self.largest()))
-            for name, value in (item for group in optimizer.param_groups for item in group.items()):
-                if isinstance(value, (float, Tensor)) and not math.isfinite(value):  # a NaN learning rate is no tensor
+            settings = [(k, v) for group in optimizer.param_groups for k, vs in group.items() for v in as_list(vs)]
+            for name, value in settings:  # a NaN learning rate is no tensor
+                if isinstance(value, (Real, Tensor)) and name != "params" and not math.isfinite(value):
                     kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
                     said = f"{name} is {float(value)} when step() is called."
                     self.setting = self.event(
                         label, "state", name=label, kind=kind, cause="bad_state", explanation=said
                     )
                     self.sinks.setdefault(label, (self.setting,))
+        return tuple(map(self.closure, args)), {k: self.closure(v) for k, v in (kwargs or {}).items()}
+
+    def closure(self, value: object) -> object:
+        if not inspect.isroutine(value):
+            return value
+
+        @functools.wraps(value)
+        def call(*args, **kwargs):
+            self.steps.append(None)
+            try:
+                return value(*args, **kwargs)
+            finally:
+                self.steps.pop()
+
+        return call
 
     def after_step(self, *_args) -> None:
-        self.stepping = None
+        self.steps.pop()
 
     def largest(self) -> float:
         """The largest finite |parameter| in a sample of each that an optimizer moves."""
@@ -354,15 +388,15 @@ class Tracer(TorchDispatchMode):
                 self.adopt(module, next((f"{name}." for name, value in user_variables() if value is module), ""))
         return place
 
-    def event(self, op: str, phase: str = "", writes_leaf: bool = False, **more: object) -> Event:
+    def event(self, op: str, phase: str = "", updates: bool = False, **more: object) -> Event:
         """An event, here and now: phase, module, and lines."""
         here, backward, owner, note = self.here(), torch._C._current_graph_task_id() != -1, "", ""
         place = here.within(self.outside) if here.engine else here
-        if not backward or here.recomputed:
-            stepping = self.stepping is not None or (writes_leaf and not torch.is_grad_enabled())
+        stepping = self.stepping is not None or (updates and not backward)  # also in a hook of the backward pass
+        if not backward or here.recomputed or stepping:
             phase = phase or ("optimizer" if stepping else "forward")
             place = place._replace(modules=() if stepping else place.modules)
-            note = "recomputed for checkpointing" if backward and here.engine else ""
+            note = "recomputed for checkpointing" if here.recomputed and here.engine else ""
         elif (node := torch._C._current_autograd_node()) is not None:
             # A native node is tied to the forward line that made it; Python code in a backward has a line of its own.
             number, variable = node._sequence_nr(), getattr(node, "variable", None)
@@ -380,43 +414,81 @@ class Tracer(TorchDispatchMode):
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and (out := self.decomposed(func, args, kwargs)) is not NotImplemented:
+            return out
         name, writes, skip, overwrites = facts(func)
-        written, before = [], {}
-        if writes:
-            found = (args[i] if i < len(args) else kwargs.get(a) for i, a in writes)
-            written = [t for v in found for t in (v if isinstance(v, (list, tuple)) else (v,)) if is_float(t)]
-            if overwrites:
-                before = dict.fromkeys(map(id, written))
-            elif self.stepping is None:  # an optimizer's tensors were looked at when it began, and after every write
-                before = {id(t): bad(t) for t in written}
-        out = func(*args, **kwargs)
+        written = [t for i, a in writes for t in as_list(args[i] if i < len(args) else kwargs.get(a)) if is_float(t)]
+        before = {}
+        if overwrites:  # what was there does not matter, unless out= is an input too
+            again = () if name.endswith("_") else [id(a) for a in args]
+            before = {id(t): bad(t) if id(t) in again else None for t in written}
+        elif self.stepping is None:  # an optimizer's tensors were looked at when it began, and after every write
+            before = {id(t): bad(t) for t in written}
+        try:
+            out = func(*args, **kwargs)
+        except Exception:
+            for t in args:
+                self.sink("an argument of the operation that raised", t)
+            raise
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
             self.forward[number] = (self.here(), name)
         if skip or (not self.taint and self.harmless(name, args)):
             return out
-        produced = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if is_float(t)]
-        outs = written + [t for t in produced if not any(t is w for w in written)] if len(written) < 9 else written
+        outs = list({id(t): t for t in (*written, *as_list(out)) if is_float(t)}.values())
         if found := [(i, t, kind) for i, t in enumerate(outs) if (kind := bad(t))]:
             try:
-                self.note(Birth(op=name, func=func, args=args, kwargs=kwargs), outs, found, before)
+                birth = Birth(op=name, func=func, args=args, kwargs=kwargs, returned=as_list(out))
+                self.note(birth, outs, found, before)
             except Exception as error:  # the step must go on: an event without a closer look is better than none
                 event = self.event(name, kind=found[0][2].strip("-"), cause="unknown", explanation=f"({error!r})")
                 for _, t, _ in found:
                     self.record(t, (event,))
-        if SUMS.fullmatch(name) or (name in SUMMED_UP and any(map(self.counted, args[:2]))):
-            self.counts |= {key_of(t) for t in as_list(out) if t.numel() <= LARGEST}
-        elif name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
-            self.reads = self.blame(args[0], kind)
-        elif name in CHOICES and bad(args[0]) == "nan":  # a whole number that nobody can see it by
-            self.chosen = self.blame(args[0], "nan")
-        elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
-            self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
+        self.remember(name, args, out, outs)
         return out
 
-    def counted(self, value: object) -> bool:
-        """A whole number, or a sum: 0 may mean that there was nothing to count."""
-        return isinstance(value, Tensor) and (not is_float(value) or key_of(value) in self.counts)
+    def decomposed(self, func, args: tuple, kwargs: dict):
+        """In inference mode composite operations arrive whole: take them apart, and watch the parts."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return NotImplemented
+        super().__enter__()
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+
+    def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
+        """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
+        if outs and self.forwards():
+            keys, given = {key_of(t) for t in outs}, [t for a in args for t in as_list(a) if isinstance(t, Tensor)]
+            whole = SELECTS.fullmatch(name) or (
+                COUNTS.fullmatch(name) and all(map(self.whole, given)) and (name, len(given)) != ("sub", 1)
+            )
+            self.made |= keys
+            self.counts = self.counts | keys if whole else self.counts - keys
+        if name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
+            self.reads.setdefault(kind, self.blame(args[0], kind))
+        elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
+            self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
+        elif (
+            not outs
+            and isinstance(out, Tensor)
+            and out.dtype is not torch.bool
+            and is_float(args[0])
+            and bad(args[0]) == "nan"
+        ):
+            self.chosen = self.blame(args[0], "nan")  # a whole number made of NaN: argmax, long(), a drawn token
+
+    def forwards(self) -> bool:
+        return self.stepping is None and torch._C._current_graph_task_id() == -1
+
+    def whole(self, value: object) -> bool:
+        """Does it count, or select? Then a 0 in it means that there was nothing."""
+        if not is_float(value):
+            return isinstance(value, (int, Tensor))
+        if (key := key_of(value)) in self.made or not self.forwards():
+            return key in self.counts
+        return value.numel() <= LARGEST and not value.requires_grad and bool((value == value.round()).all())
 
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
@@ -441,20 +513,24 @@ class Tracer(TorchDispatchMode):
             carried, parents, is_born = trace(case, blame, before)
             if is_born and born is None:
                 born = self.born(case, parents, id(t) in before)
-            self.last = (*carried, born) if is_born else carried
+            self.last = self.latest[kind] = (*carried, born) if is_born else carried
             self.record(t, self.last)
             if before.get(id(t), "") is None or birth.op in (*COPIES, "stack", "_to_copy") or (born and born.name):
                 self.put.add(key_of(t))
 
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
-        event = self.event(birth.op.rstrip("_"), writes_leaf=written and birth.out.is_leaf and birth.out.requires_grad)
+        parameter = birth.out.requires_grad or self.names.get(key_of(birth.out), ("",))[0].startswith("parameter")
+        recorded = birth.out.requires_grad and torch.is_grad_enabled()
+        event = self.event(birth.op.rstrip("_"), updates=written and birth.out.is_leaf and parameter and not recorded)
         birth.native = event.phase == "backward" and not walk(sys._getframe(1)).lines()
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
-        birth.phase, birth.counted = event.phase, self.counted
+        birth.phase, birth.whole, birth.made = event.phase, self.whole, lambda t: key_of(t) in self.made
         given = as_list(self.stepping.param_groups[0].get("eps")) if self.stepping is not None else ()
         birth.eps = [float(e) for e in given if e is not None]  # Adafactor has two
         (event.cause, event.explanation), event.kind, mask = diagnose(birth), birth.kind.strip("-"), birth.fresh
-        literal = birth.literal() == event.kind  # written in the code: a mask, a sentinel, a poisoned number
+        number = birth.literal()
+        read = self.reads.get(number) or self.reads.get(f"-{number}") or ()
+        literal = number == event.kind and not read  # written in the code: a mask, a sentinel, a poisoned number
         if literal and self.stepping is not None and self.setting:
             return self.setting
         if literal and event.phase == "forward":
@@ -462,12 +538,13 @@ class Tracer(TorchDispatchMode):
         mask = bad_mask(birth.out) if mask is None else mask
         mask = mask & torch.isnan(plain(birth.out)) if event.cause in ("zero_times_inf", "inf_minus_inf") else mask
         passed_on = birth.op == "_log_softmax" and parents and all(p.deliberate for p in parents)
-        event.parents, event.deliberate = parents, (literal and birth.kind != "nan") or bool(passed_on)
-        return event.about(
-            birth.out,
-            mask,
-            inputs=[f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs],
+        selects = (
+            not mask.all() and event.cause == "log_of_zero" and self.whole(birth.get("self")) and is_mask(birth.out)
         )
+        masks = passed_on or literal or selects
+        event.parents, event.deliberate = merge([parents, read]), bool(masks) and birth.kind != "nan"
+        inputs = [f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs]
+        return event.about(birth.out, mask, inputs=inputs)
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
         """Whose fault is the first bad element of ``x``? Nobody's here, if it came in from outside."""
@@ -490,18 +567,20 @@ class Tracer(TorchDispatchMode):
 
     def known(self, x: Tensor) -> tuple[str, str, Tensor]:
         """What a tensor is called that nothing here has made, the cause if it is bad, and the tensor of that name."""
+        self.here()  # adopts the modules around
         if found := self.names.get(key_of(x)):
             return found
         name, whole = name_in_frames(x)
-        return name, "bad_state" if whole.is_leaf and whole.requires_grad else "bad_input", whole
+        state = isinstance(whole, nn.Parameter) or id(whole) in self.parameters
+        return name, "bad_state" if state else "bad_input", whole
 
     def arrived(self, x: Tensor, kind: str) -> Event:
         variable = getattr(torch._C._current_autograd_node(), "variable", None)
         if variable is not None and variable.grad is not None and key_of(variable.grad) == key_of(x):
             self.adopt_parameter(name_in_frames(variable)[0], variable)
-        known, (name, cause, whole) = key_of(x) in self.names, self.known(x)
-        good, phase, said = plain(x)[~bad_mask(x)], "state" if cause == "bad_state" else "data", ""
-        mask = kind == "-inf" and not x.requires_grad and bool((good == good[:1]).all())  # 0 and −inf only
+        (name, cause, whole), known = self.known(x), key_of(x) in self.names
+        phase, said = "state" if cause == "bad_state" else "data", ""
+        mask = kind == "-inf" and not x.requires_grad and is_mask(x)
         op, deliberate = name, mask or (x.dim() == 0 and not known and kind != "nan")
         if torch.distributed.is_initialized() and not known and self.went_backward and self.stepping is None:
             op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
@@ -509,6 +588,7 @@ class Tracer(TorchDispatchMode):
             op, phase, name=name, cause=cause, kind=kind.strip("-"), explanation=said, deliberate=deliberate
         )
         event = replace(event.about(whole, bad_mask(whole)), phase=phase, inputs=[f"{event.op}: {span(whole)}"])
+        event.parents = () if known else self.reads.get(kind, ())  # made of a bad number that had been read
         self.record(x, (event,))
         return event
 
@@ -521,13 +601,18 @@ class Tracer(TorchDispatchMode):
     # -- what should have been finite --------------------------------------------------------------------------------
     def sink(self, name: str, value: object) -> None:
         """Something that ought to be finite: remember whose fault it is, if it is not."""
-        if is_float(value) and name not in self.sinks and (kind := bad(value)):
-            self.sinks[name] = self.blame(value, kind)
-        elif self.chosen and isinstance(value, Tensor) and not is_float(value) and value.dtype is not torch.bool:
-            self.sinks[name] = self.chosen
-        elif isinstance(value, float) and not math.isfinite(value):  # most likely the last bad number that was read
-            kind = "nan" if value != value else "inf"
-            self.sinks[name] = self.reads or (Event(n=self.n, op=name, phase="forward", kind=kind, cause="unknown"),)
+        if name in self.sinks:
+            return
+        if is_float(value):
+            self.sinks |= {name: self.blame(value, kind)} if (kind := bad(value)) else {}
+        elif isinstance(value, Tensor):
+            self.sinks |= {name: self.chosen} if self.chosen and value.dtype is not torch.bool else {}
+        elif isinstance(value, (float, np.floating, np.ndarray)) and np.asarray(value).dtype.kind == "f":
+            kind = bad(torch.from_numpy(np.array(value, dtype=np.float64)))
+            unseen = Event(n=self.n, op=name, phase="forward", kind=kind.strip("-"), cause="unknown")
+            # Most likely the first bad number that was read; a number that nothing here made is meant, as a part.
+            seen = self.reads.get(kind) or self.latest.get(kind) or (name == "the result" and (unseen,))
+            self.sinks |= {name: seen} if kind and seen else {}
 
     def sink_state(self) -> None:
         """Parameters, gradients, optimizer state; buffers only if this step made them NaN."""
@@ -542,14 +627,17 @@ class Tracer(TorchDispatchMode):
                 self.sink(f"buffer {name}", buffer)
 
     def abandoned(self, error: BaseException) -> None:
-        """The step raised: what its frames held is all there is to judge by."""
-        if re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE):
-            self.sinks["the number at which the step raised"] = self.last
+        """The step raised: what its frames held, and what it says, is all there is to judge by."""
         trace = error.__traceback__
         while trace is not None:
             for name, value in list(trace.tb_frame.f_locals.items()) if whose(trace.tb_frame.f_code) == USER else ():
-                self.sink(f"variable {name} when the step raised", value)
+                for label, part in parts_of(name, value, 1) if not isinstance(value, (nn.Module, float)) else ():
+                    self.sink(f"variable {label} when the step raised", part)
             trace = trace.tb_next
+        if re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE):
+            self.sinks["the number at which the step raised"] = self.last
+        elif self.chosen:
+            self.sinks["the number by which the step raised"] = self.chosen
 
 
 def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, tuple, bool]:
@@ -571,6 +659,12 @@ def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, t
     return merge(blame[id(x)] for x in same), () if same else merge(blame.values()), not same
 
 
+def fields_of(value: object) -> object:
+    """What an object holds; other values as they are."""
+    opaque = isinstance(value, (Tensor, nn.Module, type, ModuleType)) or callable(value)
+    return value if opaque else getattr(value, "__dict__", value)
+
+
 def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
     """Run ``step`` once; report on everything that should be finite afterwards. Compiled regions run eagerly."""
     result = exception = None
@@ -583,7 +677,7 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
     # Single numbers are losses and metrics; larger tensors are 'values', among which a mask may be handed back.
     named = {f"result[{k!r}]": v for k, v in result.items()} if isinstance(result, Mapping) else {"the result": result}
     for name, part in named.items():
-        for value in tree_leaves(part):
+        for value in (leaf for v in tree_leaves(part) for leaf in tree_leaves(fields_of(v))):
             tracer.sink(f"values in {name}" if isinstance(value, Tensor) and value.numel() > 1 else name, value)
     tracer.sink_state()
     return verdict(tracer, exception), result
