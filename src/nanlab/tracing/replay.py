@@ -1,36 +1,55 @@
-"""Run a step under the tracer; run a trainer until a batch fails, and put everything back as it was.
+"""Run a trainer until a batch fails, run that batch again under the tracer, and put everything back as it was.
 
-``trainer.train()`` or ``trainer.evaluate()`` itself runs, so that accumulation, clipping, schedules and collators are
-the real ones; only the library's own callbacks (logging, saving, progress) are left out. Each batch first runs
-untraced. If its loss or a gradient is not finite, or if it raises, random state, gradients and buffers go back and
-the same batch runs once more under the tracer; optimizer steps always run under it. Afterwards parameters, gradients,
-optimizer state, random state (Python, NumPy, torch) and the trainer's own state are what they were, bit for bit. This
-needs memory for one copy of them.
+``trainer.train()`` or ``trainer.evaluate()`` itself runs, so that accumulation, clipping, schedules, collators and
+your own callbacks are the real ones, up to ``max_steps``. Nothing is saved, logged, shown or (in training) evaluated,
+and a guard looks away. Each batch first runs untraced. If its loss or a gradient is not finite, or if it raises, all
+that it changed goes back, and the same batch runs once more under the tracer. Optimizer steps and the callbacks around
+them always run under it.
+
+Afterwards all that can be reached from the trainer holds what it held, bit for bit: parameters, gradients, optimizers,
+schedulers, scaler, modules and their hooks, callbacks, collators, generators of random numbers, your own attributes.
+This needs memory for one copy of the tensors. Out of reach are iterators and loaders in use, files, what a data set
+holds in lists and tensors, globals, and programs outside.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
+import math
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+import re
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from nanlab.errors import InputError
-from nanlab.tracing.causes import bad, is_float
+from nanlab.tracing.causes import bad, is_float, plain
 from nanlab.tracing.report import Report, verdict
-from nanlab.tracing.tracer import RAISED, Tracer, run
+from nanlab.tracing.tracer import CONSTANT, RAISED, Tracer, run
 
 METHODS = {"train": "training_step", "eval": "prediction_step"}
-OWNERS = ("state", "control", "callback_handler", "lr_scheduler", "accelerator")
+LIBRARIES = ("transformers.", "trl.", "nanlab.guard")
+# Their callbacks save, log and show, but for these, which end the run in time or change weights.
+KEPT = ("DefaultFlowCallback", "SyncRefModelCallback", "PEFTAdapterEMACallback")
+SILENT = ("log", "save_model", "_save_checkpoint")
+MEASURES = ("preprocess_logits_for_metrics", "compute_metrics")
+AROUND = ("on_pre_optimizer_step", "on_optimizer_step", "on_step_end")  # callbacks that may write numbers
+
+IRREGULAR = "Something in it changes from one run to the next: an iterator or a file cannot be wound back."
+BETWEEN = "They were made in compute_metrics(), or where the losses of the batches are put together."
 
 PARTS = ("chosen", "rejected", "reference")  # TRL puts them one below the other in one batch
 UNSELECTED = (("labels", -100), ("completion_mask", 0))  # what stands where a token does not count
@@ -40,51 +59,139 @@ def is_trainer(thing: object) -> bool:
     return all(hasattr(thing, name) for name in (*METHODS.values(), "train", "evaluate", "callback_handler"))
 
 
-class Found(Exception):
-    """Stops the trainer's loop. Private: nobody outside sees it."""
+class Found(BaseException):
+    """Stops the trainer's loop, through anybody's ``except Exception``. Private: nobody outside sees it."""
 
 
 class Hunt:
-    """One run of a trainer, up to the first batch that fails or to ``limit`` batches."""
+    """One run of a trainer, up to the first batch that fails or to ``limit`` batches.
+
+    ``fetched``: (rows of the dataset, the batch made of them), the last ones. ``part``, ``first``: which of several
+    evaluation sets, and its first batch. ``irregular``: batches that failed, but not again. ``aside``: bad values
+    handed to the metrics. ``undo``: of optimizer steps inside the batch that runs, None outside.
+    """
 
     def __init__(self, trainer: Any, mode: str, limit: int | None) -> None:
         self.trainer, self.mode, self.limit, self.batch = trainer, mode, limit, -1
-        self.original, self.report, self.tracer = getattr(trainer, METHODS[mode]), Report(), Tracer()
+        self.report, self.tracer, self.stack = Report(), Tracer(), contextlib.ExitStack()
+        self.fetched: deque = deque(maxlen=8 + trainer.args.gradient_accumulation_steps)
+        self.part, self.first, self.irregular, self.aside = "", 0, [], {}
+        self.undo, self.watching, self.stepping = None, False, None
+
+    def install(self) -> None:
+        """Take part in the run. Nothing here is taken back one by one: the trainer is frozen."""
+        trainer, handler = self.trainer, self.trainer.callback_handler
+        for owner in filter(None, (trainer, trainer.optimizer, trainer.accelerator)):
+            for name, own in list(vars(owner).items()):
+                if getattr(own, "__globals__", {}).get("__name__") == "nanlab.guard":
+                    setattr(owner, name, own.__wrapped__)
+        kept = lambda c: not type(c).__module__.startswith(LIBRARIES) or type(c).__name__ in KEPT
+        handler.callbacks = list(filter(kept, handler.callbacks))
+        vars(trainer.args).update(eval_on_start=False)
+        vars(trainer).update(dict.fromkeys(SILENT, lambda *_, **__: None))
+        self.original = getattr(trainer, METHODS[self.mode])
+        setattr(trainer, METHODS[self.mode], self.step)
+        handler.call_event = functools.partial(self.event, handler.call_event)
+        trainer.get_eval_dataloader = functools.partial(self.open, trainer.get_eval_dataloader)
+        for name in MEASURES:
+            if (own := getattr(trainer, name, None)) is not None:
+                setattr(trainer, name, functools.partial(self.measure, own))
         self.tracer.adopt(trainer.model)
-        self.fetched: deque = deque(maxlen=8)  # (rows of the dataset, the batch made of them), the last ones
+        for name, value in vars(trainer).items():
+            entries = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+            for label, held in ((name, value), *((f"{name}[{k!r}]", v) for k, v in entries)):
+                self.tracer.adopt(held, f"{label}.") if isinstance(held, nn.Module) else None
 
     def step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of training_step or prediction_step."""
         self.batch += 1
         if self.batch == self.limit:
             raise Found
-        given = dict(inputs) if isinstance(inputs, Mapping) else {}  # as it came: a step may take entries out
-        undo, result, raised = freeze_all(self.trainer, [model], weights=False), None, True
+        given = dict(inputs) if isinstance(inputs, Mapping) else {}  # a step may take entries out
+        undo, self.undo = freeze([self.trainer, model, inputs, *generators()], (nn.Parameter, Optimizer, Hunt)), {}
+        result, raised = None, True
+
+        def call() -> Any:
+            nonlocal result
+            result = self.original(model, inputs, *args, **kwargs)
+            return result[:2] if isinstance(result, tuple) else result  # labels of an evaluation may be missing
+
         with contextlib.suppress(*RAISED):  # it will raise again under the tracer
-            result, raised = self.original(model, copy.copy(inputs), *args, **kwargs), False
-        grads = (p.grad for p in model.parameters()) if self.mode == "train" else ()
-        if not (raised or any(map(troubled, tree_leaves(result))) or any(is_float(g) and bad(g) for g in grads)):
+            raised = self.failed(model, call())
+        steps, self.undo = self.undo, None
+        if not raised:
             return result
-        undo()
+        for put_back in (*reversed(steps.values()), undo):
+            put_back()
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         self.tracer.scaler_skips = scaler is not None and scaler.get_scale() > 1
         for name, value in given.items():
             self.tracer.name(value, f"batch {name}")
-        report, result = run(self.tracer, lambda: self.original(model, inputs, *args, **kwargs))
-        if report.found or report.exception:
+        self.watching = True
+        report, seen = run(self.tracer, call)
+        self.watching = False
+        meant = self.mode == "eval" and report.found and report.story[0].startswith(CONSTANT)  # a NaN among the outputs
+        if report.exception or (report.found and not (meant and not troubled(result[0]))):
+            undo()  # for the batch's sake
             self.stop(report, given)
+        if not self.failed(model, seen):
+            self.irregular.append(self.batch)
         return result
 
-    def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        super(Tracer, self.tracer).__enter__()
-        self.tracer.before_step(optimizer)
+    def failed(self, model: nn.Module, result: Any) -> bool:
+        grads = (p.grad for p in model.parameters()) if self.mode == "train" else ()
+        return any(map(troubled, tree_leaves(result))) or any(is_float(g) and bool(bad(g)) for g in grads)
 
-    def after_optimizer(self, *_: Any) -> None:
-        super(Tracer, self.tracer).__exit__(None, None, None)
-        self.tracer.after_step()
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """For what runs beside the batches, and counts if it spoils gradients, parameters or optimizer state."""
+        self.watching = True
+        TorchDispatchMode.__enter__(self.tracer)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self.tracer, None, None, None)
+            self.watching = False
         self.tracer.sink_state()
         if (report := verdict(self.tracer)).found:
             self.stop(report, {})
+
+    def before_optimizer(self, optimizer: Optimizer, *given: Any) -> Any:
+        if self.watching:  # a replay sees to it, or the optimizer around this one
+            return None
+        if self.undo is not None and optimizer not in self.undo:
+            self.undo[optimizer] = freeze([optimizer], (Hunt,))
+        self.stepping = optimizer
+        self.stack.enter_context(self.traced())
+        return self.tracer.before_step(optimizer, *given)
+
+    def after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is self.stepping:
+            self.stepping = None
+            self.tracer.after_step()
+            self.stack.close()
+
+    def event(self, original: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
+        """In place of the handler's call_event: callbacks do as always, but nothing is saved and nothing evaluated."""
+        with self.traced() if name in AROUND and not self.watching else contextlib.nullcontext():
+            control = original(name, *args, **kwargs)
+        control.should_log = control.should_evaluate = control.should_save = False
+        return control
+
+    def open(self, original: Callable, dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.part, self.first = dataset if isinstance(dataset, str) else "", self.batch + 1
+        return original(dataset, *args, **kwargs)
+
+    def measure(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """In place of what makes metrics. Whether a bad value matters is seen when the metrics are there."""
+        self.tracer.reads = ()
+        with self.tracer:
+            result = original(*args, **kwargs)
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) or self.tracer.reads:
+                self.tracer.sink("values for the metrics", value)
+        self.aside, self.tracer.sinks = {**self.tracer.sinks, **self.aside}, {}
+        return result
 
     def stop(self, report: Report, inputs: dict[str, Any]) -> None:
         """Add the batch, the rows without any label if the mean was empty, their dataset rows and their text."""
@@ -104,6 +211,8 @@ class Hunt:
             for row in report.rows[:4] if hasattr(getattr(self.trainer, "processing_class", None), "decode") else ():
                 part = PARTS[row // size] if report.length > size else ""
                 report.texts[row] = " | ".join(self.texts(tokens, row, row % size, part))
+        if self.part:
+            report.explanation += f" This is batch {self.batch - self.first} of eval_dataset[{self.part!r}]."
         raise Found
 
     def texts(self, tokens: dict[str, Tensor], row: int, example: int, part: str) -> Iterator[str]:
@@ -116,6 +225,23 @@ class Hunt:
                 kept = ids[row_here] if mask is None else ids[row_here][mask[row_here].bool()]
                 words, label = self.trainer.processing_class.decode(kept), name or part
                 yield (f"{label}: " if label else "") + (words if len(words) < 90 else f"{words[:40]} … {words[-40:]}")
+
+    def conclude(self, metrics: Any) -> Report:
+        """The report; if nothing was found, with what there is to say about the run."""
+        numbers = metrics if isinstance(metrics, dict) else {}
+        wrong = [k for k, v in numbers.items() if isinstance(v, float) and not math.isfinite(v)]
+        if wrong and self.aside:
+            self.tracer.sinks = self.aside
+            self.report = verdict(self.tracer)
+        if not (self.report.found or self.report.batch is not None):
+            said = {
+                f"{self.mode} raised outside of its batches, after {self.batch + 1} had begun.": self.report.exception,
+                f"Not one batch was run: the {self.mode}_dataset is empty, or too small for a batch.": self.batch < 0,
+                f"Batches {self.irregular} failed, but not when they ran again. {IRREGULAR}": self.irregular,
+                f"Not finite, although no batch was to blame: {', '.join(wrong)}. {BETWEEN}": wrong,
+            }
+            self.report.explanation = " ".join(text for text, so in said.items() if so)
+        return self.report
 
 
 def troubled(value: object) -> bool:
@@ -152,69 +278,144 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
     """See ``locate``. ``max_batches``: give up after so many healthy ones."""
     if mode not in METHODS:
         raise InputError(f"locate(): mode is {mode!r}; it is 'train' or 'eval'")
-    if getattr(trainer, f"{mode}_dataset", None) is None:
+    own_loader = not getattr(trainer, f"get_{mode}_dataloader").__module__.startswith(LIBRARIES)
+    if getattr(trainer, f"{mode}_dataset", None) is None and not own_loader:
         raise InputError(f"locate(): the trainer has no {mode}_dataset; give it one, or locate() a step of your own")
-    hunt, handler = Hunt(trainer, mode, max_batches), trainer.callback_handler
-    undo = freeze_all(trainer, [m for m in vars(trainer).values() if isinstance(m, nn.Module)])
-    setattr(trainer, METHODS[mode], hunt.step)
-    handler.callbacks = [c for c in handler.callbacks if not type(c).__module__.startswith(("transformers.", "trl."))]
+    hunt, metrics, undo = Hunt(trainer, mode, max_batches), None, freeze([trainer, *generators()])
     hooks = [
         register_optimizer_step_pre_hook(hunt.before_optimizer),
         register_optimizer_step_post_hook(hunt.after_optimizer),
     ]
     try:
-        with contextlib.suppress(Found), watch_fetches(hunt.fetched):
-            trainer.train() if mode == "train" else trainer.evaluate()
+        hunt.install()
+        with contextlib.suppress(Found), watch_fetches(hunt.fetched), hunt.stack:
+            metrics = trainer.train() if mode == "train" else trainer.evaluate()
+    except RAISED as error:
+        hunt.report.exception = error
     finally:
         for hook in hooks:
             hook.remove()
         undo()
-    if hunt.batch < 0 and not hunt.report.found:
-        hunt.report.explanation = f"Not one batch was run: the {mode}_dataset is empty, or too small for a batch."
-    return hunt.report
+    return hunt.conclude(metrics)
 
 
 # -- put it back -----------------------------------------------------------------------------------------------------
-def freeze_all(trainer: Any, models: list[nn.Module], weights: bool = True) -> Callable[[], None]:
-    """A function that restores, in place, the random state and what the trainer, its helpers and its models hold."""
-    names = [*OWNERS, "optimizer"] if weights else OWNERS  # a batch alone does not change the optimizer
-    owners = [trainer, *(getattr(trainer, name, None) for name in names), *trainer.callback_handler.callbacks]
-    owners += [getattr(o, name, None) for o in owners for name in ("gradient_state", "scaler", *names[len(OWNERS) :])]
-    parameters, modules = [p for m in models for p in m.parameters()], [m for top in models for m in top.modules()]
-    gradients, modes = [(p, p.grad) for p in parameters], [(m, m.training) for m in modules]
-    tensors = [b for m in models for b in m.buffers()] + [g for _, g in gradients] + (parameters if weights else [])
-    undo = freeze([tensors, *(vars(o) for o in [*owners, *models] if hasattr(o, "__dict__"))], set())
-    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+ATOMS = {int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size}
+BASES = (OrderedDict, dict, list, deque, set)
+ROWS = (np.ndarray, list, Tensor)  # in a data set: left alone
+ALIVE = (type, ModuleType, np.memmap, _BaseDataLoaderIter)
+FOREIGN = {*sys.stdlib_module_names, "datasets", "pandas", "pyarrow", "ray", "tokenizers", "tqdm", "vllm", "wandb"}
+FOREIGN -= {"abc", "argparse", "builtins", "collections", "functools", "random", "types", "typing"}
+RANDOM = (random.Random, np.random.RandomState, np.random.BitGenerator)
+HELD = {
+    Tensor: ("requires_grad", "grad", "_backward_hooks"),
+    MethodType: ("__self__", "__func__"),
+    FunctionType: ("__closure__", "__dict__", "__defaults__"),
+    CellType: ("cell_contents",),
+    functools.partial: ("func", "args", "keywords"),
+    np.random.Generator: ("bit_generator",),
+    object: ("__dict__",),
+}
+DATA = re.compile("dataset|data_source")
+EMPTY = object()  # a slot, or a variable of a closure, that nothing was put into
+
+
+def generators() -> list[Any]:
+    """The generators of random numbers that belong to nobody."""
+    torch.cuda.init() if torch.cuda.is_available() else None
+    devices = torch.cuda.default_generators
+    return [random.getstate.__self__, np.random.get_state.__self__, torch.default_generator, *devices]
+
+
+@functools.cache
+def foreign(kind: type) -> bool:
+    """Threads, files, locks, tables, clients: with a life of their own."""
+    return issubclass(kind, ALIVE) or any(c.__module__.partition(".")[0] in FOREIGN for c in kind.__mro__)
+
+
+def freeze(roots: Iterable[Any], leave: tuple[type, ...] = ()) -> Callable[[], None]:
+    """A function that gives everything within reach of ``roots`` its contents back, in place, whoever else holds it.
+
+    ``leave``: kinds that are not looked into; of a tensor's, only the numbers.
+    """
+    seen, undo, data = {}, [], []
+    for todo, left in ((list(roots), leave), (data, (*leave, *ROWS))):
+        while todo:
+            value = todo.pop()
+            if type(value) in ATOMS or id(value) in seen:
+                continue
+            if isinstance(value, Dataset) and todo is not data:
+                data.append(value)
+                continue
+            seen[id(value)] = value  # kept, so that no other object gets its id
+            if isinstance(value, Tensor):
+                undo += [numbers(value)] * (not isinstance(value, left)) + [held(value, todo)] * value.is_leaf
+            elif isinstance(value, left):
+                continue
+            elif isinstance(value, torch.Generator):
+                undo.append(functools.partial(value.set_state, value.get_state()))
+            elif isinstance(value, RANDOM):
+                undo.append(functools.partial(value.__setstate__, value.__getstate__()))
+            elif isinstance(value, np.ndarray):
+                undo += [functools.partial(np.copyto, value, value.copy())] * value.flags.writeable
+            elif isinstance(value, (tuple, frozenset)):
+                todo += value
+            elif base := next((b for b in BASES if isinstance(value, b)), None):
+                undo.append(entries(value, base))
+                for key, entry in base.items(value) if issubclass(base, dict) else enumerate(value):
+                    (data if isinstance(key, str) and DATA.search(key) else todo).append(entry)
+            elif not foreign(type(value)):
+                undo.append(held(value, todo))
+    return lambda: [put_back() for put_back in undo] and None
+
+
+def held(value: Any, todo: list) -> Callable[[], None]:
+    """Restores what an object holds by name, and adds it to ``todo``."""
+    names = next(names for kind, names in HELD.items() if isinstance(value, kind))
+    old = {name: attribute(value, name) for name in (*names, *getattr(type(value), "__slots__", ()))}
+    todo += old.values()
 
     def put_back() -> None:
-        for p, gradient in gradients:
-            p.grad = gradient
-        for m, training in modes:
-            m.training = training
-        undo()
-        for restore, value in zip((random.setstate, np.random.set_state, torch.set_rng_state), state, strict=True):
-            restore(value)
-        torch.cuda.set_rng_state_all(devices) if devices else None
+        for name, was in old.items():
+            if attribute(value, name) is not was:
+                delattr(value, name) if was is EMPTY else setattr(value, name, was)
 
     return put_back
 
 
-def freeze(value: Any, seen: set[int]) -> Callable[[], None]:
-    """A function that gives a container or a tensor its contents back, whoever else holds it."""
-    if id(value) in seen or not isinstance(value, (Tensor, dict, list, deque, set)):
-        return lambda: None
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        copy = value.detach().clone()
-        return lambda: value.detach().copy_(copy)
-    old, named = value.copy(), isinstance(value, dict)
-    inner = [freeze(v, seen) for v in ([v for k, v in old.items() if "dataset" not in str(k)] if named else old)]
+def attribute(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except (AttributeError, ValueError):
+        return EMPTY
+
+
+def entries(value: Any, base: type) -> Callable[[], None]:
+    """Restores a container, if it holds anything else by then."""
+    now = lambda: [x for pair in base.items(value) for x in pair] if issubclass(base, dict) else list(value)
+    old = now()
 
     def put_back() -> None:
-        value.clear()
-        value.update(old) if isinstance(value, (dict, set)) else value.extend(old)
-        for undo in inner:
-            undo()
+        if [*map(id, now())] != [*map(id, old)]:
+            base.clear(value)
+            refill = base.extend if hasattr(base, "extend") else base.update
+            refill(value, zip(old[::2], old[1::2], strict=True) if issubclass(base, dict) else old)
+
+    return put_back
+
+
+def numbers(value: Tensor) -> Callable[[], None]:
+    """Restores a tensor's numbers, and its memory if it was given another."""
+    place = lambda: (value.dtype, value.shape, plain(value).data_ptr())
+    whole, own, was = value.detach(), plain(value), place()
+    own = (
+        own[tuple(slice(None, None if step else 1) for step in own.stride())] if 0 in own.stride() else own
+    )  # expanded
+    old = own.clone()
+
+    def put_back() -> None:
+        own.copy_(old)
+        if place() != was:
+            value.data = whole
 
     return put_back
