@@ -465,7 +465,7 @@ class Tracer(TorchDispatchMode):
                 COUNTS.fullmatch(name) and all(map(self.whole, given)) and (name, len(given)) != ("sub", 1)
             )
             self.made |= keys
-            self.counts = self.counts | keys if whole else self.counts - keys
+            (self.counts.update if whole else self.counts.difference_update)(keys)
         if name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
             self.reads.setdefault(kind, self.blame(args[0], kind))
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
