@@ -60,7 +60,8 @@ def rows(count: int = 8, empty: tuple[int, ...] = ()) -> Dataset:
 
 def arguments(folder, kind=TrainingArguments, **more):
     settings = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 8, "logging_steps": 1}
-    return kind(str(folder), report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **{**settings, **more})
+    settings["save_strategy"] = "no"
+    return kind(str(folder), report_to=[], use_cpu=True, disable_tqdm=True, **{**settings, **more})
 
 
 def fingerprint(trainer) -> dict:
@@ -364,3 +365,227 @@ def test_a_mask_of_the_trainers_batch_goes_by_its_name(tmp_path):
     report = located(Trainer(model, options, train_dataset=rows(), data_collator=own_mask))
     assert (report.cause, report.rows, len(report.examples)) == ("masked_row", [1], 1)
     assert report.story[0].startswith("batch attention_mask was already inf")
+
+
+class FromInputs(Trainer):
+    """The loss as the model gives it, from what is left of the batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"])
+        loss = self.change(outputs, inputs, model)
+        return (loss, outputs) if return_outputs else loss
+
+
+def changed(folder, change, data=None, model=None, **more):
+    """A trainer whose loss is ``change(outputs, batch, model)``, and that keeps the columns of its data."""
+    options = arguments(folder, **{"remove_unused_columns": False, **more.pop("options", {})})
+    trainer = FromInputs(model or make_model(), options, train_dataset=data or rows(), **more)
+    trainer.change = change
+    return trainer
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_it_ends_where_training_would_end(tmp_path, steps):
+    drawn = []
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for i in range(200):
+                drawn.append(i)
+                yield {"input_ids": torch.tensor([3 + i % 50] * 6), "labels": torch.tensor([3 + i % 50] * 6)}
+
+    assert not located(Trainer(make_model(), arguments(tmp_path, max_steps=steps), train_dataset=Stream())).found
+    assert 2 * steps <= len(drawn) < 2 * steps + 8  # a loader reads ahead
+
+
+def test_a_batch_that_is_changed_in_place_is_replayed_as_it_came(tmp_path):
+    def standardised(outputs, inputs, model):
+        x = inputs.pop("feature")
+        x -= x.mean()
+        x /= x.std()  # standardised in place
+        return outputs.loss + x.mean() * outputs.logits.mean()
+
+    data = rows().add_column("feature", [3.0] * 8)
+    report = located(changed(tmp_path, standardised, data))
+    assert (report.cause, report.source, report.batch) == ("zero_over_zero", line("standardised in place"), 0)
+
+
+def test_a_fault_that_depends_on_the_trainers_own_generator_comes_again(tmp_path):
+    def dropped(outputs, inputs, model):
+        keep = torch.rand(1, generator=trainer.generator) < 0.5
+        return outputs.loss * keep.float().sum() / keep.sum()  # dropped at random
+
+    draws = torch.rand(8, generator=torch.Generator().manual_seed(1)) < 0.5
+    trainer = changed(tmp_path, dropped)
+    trainer.generator = torch.Generator().manual_seed(1)
+    report = located(trainer)
+    assert (report.source, report.batch) == (line("dropped at random"), draws.tolist().index(False))
+
+
+def test_a_batch_that_fails_only_once_is_not_passed_over_in_silence(tmp_path):
+    values = iter([1.0, float("nan"), *[1.0] * 20])
+    report = located(changed(tmp_path, lambda outputs, inputs, model: outputs.loss * next(values)))
+    assert not report.found
+    assert "Batches [1] failed, but not when they ran again" in str(report)
+
+
+class Critic(Trainer):
+    """Steps an optimizer of its own inside the step, and catches what goes wrong there."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        try:
+            self.critics.zero_grad()
+            (0 * self.critic(torch.ones(2)).sum()).backward()
+            self.critics.step()  # step of the critic
+        except Exception:
+            return torch.zeros(())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_an_optimizer_inside_the_step(tmp_path):
+    trainer = Critic(make_model(), arguments(tmp_path), train_dataset=rows())
+    trainer.critic = torch.nn.Linear(2, 1)
+    trainer.critics = torch.optim.Adam(trainer.critic.parameters(), lr=1e-2, eps=0.0)
+    before = copy.deepcopy(trainer.critic.state_dict())
+    report = located(trainer)
+    assert (report.cause, report.source, report.batch) == ("optimizer_underflow", line("step of the critic"), 0)
+    assert "critic.weight" in str(report)
+    assert same(before, dict(trainer.critic.state_dict()))
+    assert not trainer.critics.state
+
+
+def test_an_optimizer_inside_the_step_goes_back_for_the_replay(tmp_path):
+    def product(outputs, inputs, model):
+        loss = outputs.loss + 0 * (1 / trainer.critic.weight.detach()).sum()  # at a weight of 0
+        trainer.critics.zero_grad()
+        trainer.critic.weight.sum().backward()
+        trainer.critics.step()
+        return loss
+
+    trainer = changed(tmp_path, product)
+    trainer.critic = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(trainer.critic.weight)
+    trainer.critics = torch.optim.SGD(trainer.critic.parameters(), lr=0.5)  # 1, 0.5, 0, −0.5
+    report = located(trainer)
+    assert (report.cause, report.source, report.batch) == ("division_by_zero", line("at a weight of 0"), 2)
+
+
+@pytest.mark.parametrize("place", ["teacher", "teacher['a']", "teacher[1]"])
+def test_other_models_of_the_trainer_have_names_of_their_own(tmp_path, place):
+    teacher = make_model()
+    with torch.no_grad():
+        teacher.gpt_neox.layers[1].mlp.dense_h_to_4h.weight[0, 0] = float("nan")
+    trainer = changed(
+        tmp_path, lambda outputs, inputs, model: outputs.loss + teacher(inputs["input_ids"]).logits.mean()
+    )
+    trainer.teacher = {"teacher": teacher, "teacher['a']": {"a": teacher}, "teacher[1]": [0, teacher]}[place]
+    report = locate(trainer)
+    assert (report.cause, report.op) == ("bad_state", f"parameter {place}.gpt_neox.layers.1.mlp.dense_h_to_4h.weight")
+
+
+def test_rows_of_the_dataset_under_accumulation(tmp_path):
+    data = rows(32).add_column("weight", [float("nan") if i == 7 else 1.0 for i in range(32)])
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "max_steps": 2}
+    weighted = lambda outputs, inputs, model: (outputs.loss * inputs["weight"]).mean()
+    report = located(changed(tmp_path, weighted, data, options=options))
+    assert (report.cause, report.op, report.examples) == ("bad_input", "batch weight", [7])
+
+
+def test_of_several_evaluation_sets_it_says_which(tmp_path):
+    sets = {"clean": rows(), "dirty": rows(empty=(2, 3))}
+    trainer = Trainer(make_model(), arguments(tmp_path), eval_dataset=sets, processing_class=make_tokenizer())
+    report = located(trainer, "eval")
+    assert (report.cause, report.batch, report.examples) == ("empty_mean", 5, [2, 3])
+    assert "batch 1 of eval_dataset['dirty']" in report.explanation
+
+
+def test_a_loader_of_ones_own_needs_no_dataset(tmp_path):
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(rows(empty=tuple(range(8))).with_format("torch"), batch_size=2)
+
+    report = located(Own(make_model(), arguments(tmp_path)))
+    assert (report.cause, report.batch) == ("empty_mean", 0)
+
+
+def test_what_train_or_evaluate_raise_outside_of_a_batch_is_in_the_report(tmp_path):
+    def refuse(predictions):
+        raise ValueError("Input contains NaN.")
+
+    trainer = Trainer(
+        make_model(), arguments(tmp_path), train_dataset=rows().select([]), eval_dataset=rows(), compute_metrics=refuse
+    )
+    report = locate(trainer, mode="eval")
+    assert (report.found, str(report.exception)) == (False, "Input contains NaN.")
+    assert "eval raised outside of its batches, after 4 had begun" in str(report)
+    assert isinstance(locate(trainer).exception, ValueError)  # a sampler refuses the empty data set
+
+
+def evaluated(folder, metric, **more):
+    return Trainer(make_model(), arguments(folder), eval_dataset=rows(), compute_metrics=metric, **more)
+
+
+def test_a_metric_that_is_nan_after_healthy_batches_has_its_name(tmp_path):
+    report = located(evaluated(tmp_path, lambda p: {"pearson": float("nan"), "good": 1.0}), "eval")
+    assert not report.found
+    assert "Not finite, although no batch was to blame: eval_pearson. " in str(report)
+
+
+def test_a_metric_that_torch_made_nan_has_its_line(tmp_path):
+    def scaled(logits, labels):
+        return logits / (logits - logits)  # scaled for the metrics
+
+    for mean, found in ((np.mean, True), (np.size, False)):  # only if it reaches a metric
+        metric = lambda p, mean=mean: {"mean": float(mean(p.predictions))}
+        report = located(evaluated(tmp_path, metric, preprocess_logits_for_metrics=scaled), "eval")
+        assert (report.found, report.source) == (found, line("scaled for the metrics") if found else "")
+
+    def ratio(p):
+        zero = torch.zeros(())
+        return {"ratio": (zero / zero).item()}  # ratio of the metrics
+
+    assert located(evaluated(tmp_path, ratio), "eval").source == line("ratio of the metrics")
+
+
+def test_missing_labels_and_outputs_blanked_on_purpose_are_healthy_in_an_evaluation(tmp_path):
+    class Blanked(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            outputs = model(input_ids=inputs["input_ids"])
+            seen = ~inputs["labels"].isnan()
+            loss = (outputs.logits[..., 0][seen] - inputs["labels"][seen]).square().mean()
+            score = self.blank(outputs.logits.mean(-1), inputs["input_ids"] == 5)
+            return (loss, {"loss": loss, "logits": score}) if return_outputs else loss
+
+    data = Dataset.from_list([{"input_ids": [i + 3] * 2, "labels": [1.0, float("nan")]} for i in range(8)])
+    trainer = Blanked(make_model(), arguments(tmp_path), eval_dataset=data, compute_metrics=lambda p: {})
+    trainer.blank = lambda score, where: score.masked_fill(where, float("nan"))
+    assert not located(trainer, "eval").found
+    trainer.blank = lambda score, where: score / (~where).float().mul(0)  # an accident among the outputs
+    report = located(trainer, "eval")
+    assert (report.found, report.source) == (True, line("an accident among the outputs"))
+
+
+class UnitGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.div_(p.grad.norm())  # gradients of the callback
+
+
+class UnitWeights(TrainerCallback):
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.spare.div_(model.spare.norm())  # weights of the callback
+
+
+@pytest.mark.parametrize("callback", [UnitGradients, UnitWeights])
+def test_a_callback_that_makes_nan(tmp_path, callback):
+    model = make_model()
+    model.spare = torch.nn.Parameter(torch.zeros(3))
+    trainer = changed(
+        tmp_path, lambda outputs, inputs, model: outputs.loss + 0 * model.spare.sum(), model=model,
+        callbacks=[callback()], options={"optim": "sgd"},
+    )  # fmt: skip
+    report = located(trainer)
+    marker = "gradients of the callback" if callback is UnitGradients else "weights of the callback"
+    assert (report.cause, report.source, report.batch) == ("zero_over_zero", line(marker), 0)

@@ -184,12 +184,10 @@ class Hunt:
 
     def measure(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """In place of what makes metrics. Whether a bad value matters is seen when the metrics are there."""
-        self.tracer.reads = ()
         with self.tracer:
             result = original(*args, **kwargs)
         for value in tree_leaves(result):
-            if isinstance(value, Tensor) or self.tracer.reads:
-                self.tracer.sink("values for the metrics", value)
+            self.tracer.sink("values for the metrics", value)
         self.aside, self.tracer.sinks = {**self.tracer.sinks, **self.aside}, {}
         return result
 
@@ -301,12 +299,12 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
 
 # -- put it back -----------------------------------------------------------------------------------------------------
 ATOMS = {int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size}
-BASES = (OrderedDict, dict, list, deque, set)
 ROWS = (np.ndarray, list, Tensor)  # in a data set: left alone
+DATA = re.compile("dataset|data_source")
 ALIVE = (type, ModuleType, np.memmap, _BaseDataLoaderIter)
 FOREIGN = {*sys.stdlib_module_names, "datasets", "pandas", "pyarrow", "ray", "tokenizers", "tqdm", "vllm", "wandb"}
-FOREIGN -= {"abc", "argparse", "builtins", "collections", "functools", "random", "types", "typing"}
-RANDOM = (random.Random, np.random.RandomState, np.random.BitGenerator)
+FOREIGN -= {"_random", "abc", "argparse", "builtins", "collections", "functools", "random", "types", "typing"}
+EMPTY = object()  # a slot, or a variable of a closure, that nothing was put into
 HELD = {
     Tensor: ("requires_grad", "grad", "_backward_hooks"),
     MethodType: ("__self__", "__func__"),
@@ -316,8 +314,6 @@ HELD = {
     np.random.Generator: ("bit_generator",),
     object: ("__dict__",),
 }
-DATA = re.compile("dataset|data_source")
-EMPTY = object()  # a slot, or a variable of a closure, that nothing was put into
 
 
 def generators() -> list[Any]:
@@ -342,45 +338,21 @@ def freeze(roots: Iterable[Any], leave: tuple[type, ...] = ()) -> Callable[[], N
     for todo, left in ((list(roots), leave), (data, (*leave, *ROWS))):
         while todo:
             value = todo.pop()
-            if type(value) in ATOMS or id(value) in seen:
+            if type(value) in ATOMS or id(value) in seen or (isinstance(value, left) and not isinstance(value, Tensor)):
                 continue
             if isinstance(value, Dataset) and todo is not data:
                 data.append(value)
                 continue
             seen[id(value)] = value  # kept, so that no other object gets its id
-            if isinstance(value, Tensor):
-                undo += [numbers(value)] * (not isinstance(value, left)) + [held(value, todo)] * value.is_leaf
-            elif isinstance(value, left):
+            if isinstance(value, Tensor) and not isinstance(value, left):
+                undo.append(functools.partial(put_numbers, value, *numbers(value)))
+            if foreign(type(value)) or (isinstance(value, Tensor) and not value.is_leaf):
                 continue
-            elif isinstance(value, torch.Generator):
-                undo.append(functools.partial(value.set_state, value.get_state()))
-            elif isinstance(value, RANDOM):
-                undo.append(functools.partial(value.__setstate__, value.__getstate__()))
-            elif isinstance(value, np.ndarray):
-                undo += [functools.partial(np.copyto, value, value.copy())] * value.flags.writeable
-            elif isinstance(value, (tuple, frozenset)):
-                todo += value
-            elif base := next((b for b in BASES if isinstance(value, b)), None):
-                undo.append(entries(value, base))
-                for key, entry in base.items(value) if issubclass(base, dict) else enumerate(value):
-                    (data if isinstance(key, str) and DATA.search(key) else todo).append(entry)
-            elif not foreign(type(value)):
-                undo.append(held(value, todo))
+            get, put = next(ways for kind, ways in STATES.items() if isinstance(value, kind))
+            undo.append(functools.partial(put, value, old := get(value)))
+            for key, entry in old.items() if isinstance(old, dict) else enumerate(old if isinstance(old, list) else ()):
+                (data if isinstance(key, str) and DATA.search(key) else todo).append(entry)
     return lambda: [put_back() for put_back in undo] and None
-
-
-def held(value: Any, todo: list) -> Callable[[], None]:
-    """Restores what an object holds by name, and adds it to ``todo``."""
-    names = next(names for kind, names in HELD.items() if isinstance(value, kind))
-    old = {name: attribute(value, name) for name in (*names, *getattr(type(value), "__slots__", ()))}
-    todo += old.values()
-
-    def put_back() -> None:
-        for name, was in old.items():
-            if attribute(value, name) is not was:
-                delattr(value, name) if was is EMPTY else setattr(value, name, was)
-
-    return put_back
 
 
 def attribute(value: Any, name: str) -> Any:
@@ -390,32 +362,49 @@ def attribute(value: Any, name: str) -> Any:
         return EMPTY
 
 
-def entries(value: Any, base: type) -> Callable[[], None]:
-    """Restores a container, if it holds anything else by then."""
-    now = lambda: [x for pair in base.items(value) for x in pair] if issubclass(base, dict) else list(value)
-    old = now()
-
-    def put_back() -> None:
-        if [*map(id, now())] != [*map(id, old)]:
-            base.clear(value)
-            refill = base.extend if hasattr(base, "extend") else base.update
-            refill(value, zip(old[::2], old[1::2], strict=True) if issubclass(base, dict) else old)
-
-    return put_back
+def attributes(value: Any) -> dict[str, Any]:
+    names = next(names for kind, names in HELD.items() if isinstance(value, kind))
+    return {name: attribute(value, name) for name in (*names, *getattr(type(value), "__slots__", ()))}
 
 
-def numbers(value: Tensor) -> Callable[[], None]:
-    """Restores a tensor's numbers, and its memory if it was given another."""
-    place = lambda: (value.dtype, value.shape, plain(value).data_ptr())
-    whole, own, was = value.detach(), plain(value), place()
-    own = (
-        own[tuple(slice(None, None if step else 1) for step in own.stride())] if 0 in own.stride() else own
-    )  # expanded
-    old = own.clone()
+def put_attributes(value: Any, old: dict[str, Any]) -> None:
+    for name, was in old.items():
+        if attribute(value, name) is not was:
+            delattr(value, name) if was is EMPTY else setattr(value, name, was)
 
-    def put_back() -> None:
-        own.copy_(old)
-        if place() != was:
-            value.data = whole
 
-    return put_back
+def put_entries(value: Any, old: Any) -> None:
+    """Past what a subclass makes of clear() and update(); and not at all if nothing has changed."""
+    same = lambda c: [*map(id, c), *map(id, c.values() if isinstance(c, dict) else ())]
+    if same(value) != same(old):
+        base = next(b for b in (OrderedDict, dict, list, deque, set) if isinstance(value, b))
+        base.clear(value)
+        (base.extend if hasattr(base, "extend") else base.update)(value, old)
+
+
+def numbers(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(the tensor in its own memory, the numbers that differ in place, their copy)"""
+    own = plain(value)
+    own = own[tuple(slice(None, None if step else 1) for step in own.stride())] if 0 in own.stride() else own
+    return value.detach(), own, own.clone()
+
+
+def put_numbers(value: Tensor, whole: Tensor, own: Tensor, old: Tensor) -> None:
+    """Into the memory that the tensor had; it may have been given another, or another dtype."""
+    own.copy_(old)
+    place = lambda t: (t.dtype, t.shape, plain(t).data_ptr())
+    if place(value) != place(whole):
+        value.data = whole
+
+
+STATES = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.BitGenerator: (np.random.BitGenerator.__getstate__, np.random.BitGenerator.__setstate__),
+    np.ndarray: (np.copy, lambda value, old: np.copyto(value, old) if value.flags.writeable else None),
+    dict: (dict, put_entries),
+    (list, deque, set): (list, put_entries),
+    (tuple, frozenset): (list, lambda *_: None),
+    object: (attributes, put_attributes),
+}
