@@ -247,13 +247,13 @@ class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
     ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor).
-    ``forward``: autograd sequence number → (call, frames, operation). ``made``: storages that forward has
-    written; ``counts``: those of them that hold counts. ``put``: storages that something bad was copied into, as it
-    was. ``reads``: kind → what is behind the first such number that was read into Python; ``latest``: behind the last
-    such output; ``last``: of any kind; ``chosen``: behind the last choice among NaN. ``steps``: the optimizers whose
-    step is running, None for a closure. ``setting``: the event of a NaN learning rate. ``outside``: the place that
-    called backward(). ``growth``: (number of the operation, largest |parameter|)
-    before each optimizer step.
+    ``forward``: autograd sequence number → (place, operation). ``counts``: storage that forward has written → does it
+    hold counts? ``put``: storages that something bad was copied into, as it was. ``reads``: kind → what is behind the
+    first such number that was read into Python; ``latest``: behind the last such output; ``last``: of any kind;
+    ``chosen``: behind the last whole number made of NaN; ``refused``: behind the arguments of an operation that raised.
+    ``steps``: the optimizers whose step is running, None for a closure. ``setting``: the event of a NaN learning rate.
+    ``outside``: the place that called backward(). ``growth``: (number of the operation, largest |parameter|) before
+    each optimizer step.
     """
 
     supports_higher_order_operators = True
@@ -265,8 +265,8 @@ class Tracer(TorchDispatchMode):
         self.scaler_skips = self.went_backward = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
-        self.reads, self.latest, self.last, self.chosen, self.growth = {}, {}, (), (), []
-        self.made, self.counts, self.put = set(), set(), set()
+        self.reads, self.latest, self.counts, self.put, self.growth = {}, {}, {}, set(), []
+        self.last = self.chosen = self.refused = ()
 
     @property
     def stepping(self) -> Optimizer | None:
@@ -405,7 +405,7 @@ class Tracer(TorchDispatchMode):
                 of, made = self.name_of(variable), place._replace(modules=())
                 owner = of.rpartition(".")[0]
             place = (place if here.lines() or variable is not None else made)._replace(modules=made.modules)
-            note = f"{node.name()}, gradient of {of}"
+            note = f"{node.name()}, gradient of {of}" if of else node.name()
         (source, said), (library, inside) = map(line_of, (place.user, place.library))
         module = next((self.modules[m] or type(m).__name__ for m in place.modules), owner)
         spot = {"op": op, "phase": phase or "backward", "module": module, "source": source, "library": library}
@@ -427,8 +427,7 @@ class Tracer(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except Exception:
-            for t in args:
-                self.sink("an argument of the operation that raised", t)
+            self.refused = merge(self.blame(t, kind) for t in args if is_float(t) and (kind := bad(t)))
             raise
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
@@ -460,24 +459,18 @@ class Tracer(TorchDispatchMode):
     def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         if outs and self.forwards():
-            keys, given = {key_of(t) for t in outs}, [t for a in args for t in as_list(a) if isinstance(t, Tensor)]
-            whole = SELECTS.fullmatch(name) or (
+            given = [t for a in args for t in as_list(a) if isinstance(t, Tensor)]
+            kept = (
                 COUNTS.fullmatch(name) and all(map(self.whole, given)) and (name, len(given)) != ("sub", 1)
-            )
-            self.made |= keys
-            (self.counts.update if whole else self.counts.difference_update)(keys)
-        if name == "_local_scalar_dense" and is_float(args[0]) and (kind := bad(args[0])):
+            )  # not n − 1
+            self.counts |= dict.fromkeys(map(key_of, outs), bool(kept or SELECTS.fullmatch(name)))
+        kind = bad(args[0]) if not outs and args and is_float(args[0]) else ""
+        if kind and name == "_local_scalar_dense":
             self.reads.setdefault(kind, self.blame(args[0], kind))
+        elif kind == "nan" and isinstance(out, Tensor) and out.dtype is not torch.bool:
+            self.chosen = self.blame(args[0], kind)  # argmax, long(), a drawn token
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
-        elif (
-            not outs
-            and isinstance(out, Tensor)
-            and out.dtype is not torch.bool
-            and is_float(args[0])
-            and bad(args[0]) == "nan"
-        ):
-            self.chosen = self.blame(args[0], "nan")  # a whole number made of NaN: argmax, long(), a drawn token
 
     def forwards(self) -> bool:
         return self.stepping is None and torch._C._current_graph_task_id() == -1
@@ -486,8 +479,8 @@ class Tracer(TorchDispatchMode):
         """Does it count, or select? Then a 0 in it means that there was nothing."""
         if not is_float(value):
             return isinstance(value, (int, Tensor))
-        if (key := key_of(value)) in self.made or not self.forwards():
-            return key in self.counts
+        if (key := key_of(value)) in self.counts or not self.forwards():
+            return self.counts.get(key, False)
         return value.numel() <= LARGEST and not value.requires_grad and bool((value == value.round()).all())
 
     def harmless(self, name: str, args: tuple) -> bool:
@@ -524,7 +517,7 @@ class Tracer(TorchDispatchMode):
         event = self.event(birth.op.rstrip("_"), updates=written and birth.out.is_leaf and parameter and not recorded)
         birth.native = event.phase == "backward" and not walk(sys._getframe(1)).lines()
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
-        birth.phase, birth.whole, birth.made = event.phase, self.whole, lambda t: key_of(t) in self.made
+        birth.phase, birth.whole, birth.made = event.phase, self.whole, lambda t: key_of(t) in self.counts
         given = as_list(self.stepping.param_groups[0].get("eps")) if self.stepping is not None else ()
         birth.eps = [float(e) for e in given if e is not None]  # Adafactor has two
         (event.cause, event.explanation), event.kind, mask = diagnose(birth), birth.kind.strip("-"), birth.fresh
@@ -538,10 +531,8 @@ class Tracer(TorchDispatchMode):
         mask = bad_mask(birth.out) if mask is None else mask
         mask = mask & torch.isnan(plain(birth.out)) if event.cause in ("zero_times_inf", "inf_minus_inf") else mask
         passed_on = birth.op == "_log_softmax" and parents and all(p.deliberate for p in parents)
-        selects = (
-            not mask.all() and event.cause == "log_of_zero" and self.whole(birth.get("self")) and is_mask(birth.out)
-        )
-        masks = passed_on or literal or selects
+        selects = event.cause == "log_of_zero" and self.whole(birth.get("self")) and is_mask(birth.out)
+        masks = passed_on or literal or (selects and not mask.all())
         event.parents, event.deliberate = merge([parents, read]), bool(masks) and birth.kind != "nan"
         inputs = [f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs]
         return event.about(birth.out, mask, inputs=inputs)
@@ -631,13 +622,14 @@ class Tracer(TorchDispatchMode):
         trace = error.__traceback__
         while trace is not None:
             for name, value in list(trace.tb_frame.f_locals.items()) if whose(trace.tb_frame.f_code) == USER else ():
-                for label, part in parts_of(name, value, 1) if not isinstance(value, (nn.Module, float)) else ():
+                for label, part in (
+                    (name, value),
+                    *(parts_of(name, value, 1) if not isinstance(value, nn.Module) else ()),
+                ):
                     self.sink(f"variable {label} when the step raised", part)
             trace = trace.tb_next
-        if re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE):
-            self.sinks["the number at which the step raised"] = self.last
-        elif self.chosen:
-            self.sinks["the number by which the step raised"] = self.chosen
+        speaks = re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE)
+        self.sinks["the number at which the step raised"] = self.refused or (self.last if speaks else self.chosen)
 
 
 def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, tuple, bool]:
