@@ -607,8 +607,8 @@ class Tracer(TorchDispatchMode):
 
     def sink_state(self) -> None:
         """Parameters, gradients, optimizer state; buffers only if this step made them NaN."""
-        for name, p in self.parameters.values() if self.taint else ():
-            self.sink(f"gradient of {name}", p.grad)
+        for name, p in list(self.parameters.values()):  # a bad row that no operation has read is bad all the same
+            self.sink(f"gradient of {name}", p.grad if self.taint else None)
             self.sink(f"parameter {name}", p)
         for p, state in (item for o in self.optimizers if self.taint for item in o.state.items()):
             for name, value in state.items():
