@@ -13,7 +13,8 @@ from torch import nn
 from nanlab.errors import InputError
 from nanlab.tracing.replay import is_trainer, locate_in_trainer
 from nanlab.tracing.report import Report
-from nanlab.tracing.tracer import Tracer, pairs_of, run
+from nanlab.tracing.tracer import Tracer, run
+from nanlab.tracing.where import pairs_of
 
 __all__ = ["Report", "locate"]
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin
 
 LARGEST = 1 << 22  # elements; a larger operation is not done again in float64
@@ -49,6 +50,10 @@ def plain(t: Tensor) -> Tensor:
     if t.layout is not torch.strided:
         t = t._values() if t.layout is torch.sparse_coo else t.values() if t.layout in COMPRESSED else t.to_dense()
     return torch.view_as_real(t.conj() if t.is_conj() else t) if t.is_complex() else t
+
+
+def key_of(t: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(plain(t).untyped_storage())
 
 
 def bad(t: Tensor) -> str:

@@ -10,154 +10,40 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import linecache
 import math
-import os
 import re
 import sys
-import sysconfig
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from nanlab.tracing.causes import LARGEST, MASKS, Birth, as_list, bad, bad_mask, diagnose, is_float, plain, span
+from nanlab.tracing.causes import LARGEST, MASKS, Birth, as_list, bad, bad_mask, diagnose, is_float, key_of, plain, span
 from nanlab.tracing.report import Report, verdict
+from nanlab.tracing.where import UNNAMED, USER, Place, line_of, name_in_frames, parts_of, user_variables, walk, whose
 
-PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
-STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
-INSTALLED, GENERATED = ("site-packages", "dist-packages"), ("<frozen", "<eval_with_key", "<torch_package")
 UNSEEN_OR_SHARED = ("empty", "resize_", "set_", "new_empty", "_unsafe_view")
 OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random)_|.*\.(\w+_)?out")
 # In an optimizer step these cannot make a finite number bad: averages, shrinking by a factor, adding a constant.
 HARMLESS = re.compile(r"(_foreach_)?(lerp|mul|add|div)_?")
 COPIES = ("slice_backward", "cat", "clone")  # of gradients that have been looked at
-UNNAMED, CONSTANT = "an unnamed tensor", "a constant in"
+CONSTANT = "a constant in"
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
-SELECTS = re.compile(r"(new_)?(zeros|ones)(_like)?|eye")  # numbers that say what counts, and what keeps them so:
+# Numbers that say what counts, and the operations that keep them so: a 0 among them means that there was nothing.
+SELECTS = re.compile(r"(new_)?(zeros|ones)(_like)?|eye")
 COUNTS = re.compile(
-    r"(nan)?sum|mean|cumsum|b?mm|mv|dot|bincount|histc|(scatter|index)_add_?|_to_copy|(div|mul|add|r?sub|copy|fill|masked_fill)_?"
-    r"|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter_?|gather|where|repeat.*|tril|triu"
+    r"(nan)?sum|mean|cumsum|b?mm|mv|dot|bincount|histc|(scatter|index)_add_?|(div|mul|add|r?sub|copy|fill|masked_fill)_?"
+    r"|_to_copy|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter_?|gather|where|repeat.*|tril|triu"
 )
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
-HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT, MODULE = range(6)
-MACHINERY = {"_engine_run_backward": ENGINE, "_call_impl": MODULE}
-
-
-# -- where in the code -----------------------------------------------------------------------------------------------
-@functools.cache
-def whose(code) -> int:
-    """Whose code is it: the user's, a library's, the autograd engine's, or machinery that nobody wants to see."""
-    file = code.co_filename
-    if file.startswith(TORCH):
-        return MACHINERY.get(code.co_name, CHECKPOINT * file.endswith("checkpoint.py"))
-    if file.startswith((PACKAGE + "tracing", *GENERATED)):
-        return HIDDEN
-    if file.startswith(PACKAGE + "course"):  # the course's cases stand for the reader's own code
-        return USER
-    library = file.startswith(PACKAGE) or any(part in INSTALLED for part in Path(file).parts)
-    return LIBRARY if library else HIDDEN if file.startswith(STDLIB) else USER
-
-
-class Place(NamedTuple):
-    """(code, instruction) of the user, and of a library that lies deeper; the modules whose forward is running,
-    innermost first; is it inside the autograd engine; is it a recomputation for checkpointing."""
-
-    user: tuple | None = None
-    library: tuple | None = None
-    modules: tuple = ()
-    engine: bool = False
-    recomputed: bool = False
-
-    def lines(self) -> tuple | None:
-        return self.user or self.library
-
-    def within(self, outer: Place) -> Place:
-        """The same place, seen from the line that called backward()."""
-        library = self.library if self.lines() else outer.library
-        return self._replace(user=self.user or outer.user, library=library)
-
-
-def walk(frame) -> Place:
-    """Where is this frame? Goes outwards, up to the autograd engine."""
-    library, user, modules, recomputed = None, None, [], False
-    while frame is not None and (kind := whose(code := frame.f_code)) != ENGINE:
-        if kind == LIBRARY and not user:
-            library = library or (code, frame.f_lasti)
-        elif kind == USER:
-            user = user or (code, frame.f_lasti)
-        elif kind == MODULE:
-            modules.append(frame.f_locals["self"])
-        recomputed |= kind == CHECKPOINT
-        frame = frame.f_back
-    return Place(user, library, tuple(modules), frame is not None, recomputed)
-
-
-def line_of(at: tuple | None) -> tuple[str, str]:
-    """('file.py:12', 'in step():  loss = …'). A cell is called 'cell:12'; a library's file by its path inside it."""
-    if at is None:
-        return "", ""
-    code, instruction = at
-    line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
-    function = "" if code.co_name.startswith("<") else f"in {code.co_name}():"
-    said = f"{function}  {linecache.getline(code.co_filename, line).strip()[:120]}".strip()
-    parts = Path(code.co_filename).parts
-    if "ipykernel_" in code.co_filename or parts[-1].startswith(("<cell", "<ipython-input")):
-        return f"cell:{line}", said
-    cut = max((i + 1 for i, part in enumerate(parts) if part in INSTALLED), default=len(Path(PACKAGE).parts) - 1)
-    return f"{'/'.join(parts[cut:]) if whose(code) == LIBRARY else parts[-1]}:{line}", said
-
-
-def pairs_of(value: object) -> list[tuple[object, object]]:
-    """(key, entry) of a container, at most a thousand. Its own entries: some mappings load them when asked."""
-    held = value.data if isinstance(value, UserDict) else value
-    pairs = dict.items(held) if isinstance(held, dict) else enumerate(held) if isinstance(held, (list, tuple)) else ()
-    return list(itertools.islice(pairs, 1000))
-
-
-def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) for every tensor that a variable is or holds: in a container, a module, an object."""
-    if isinstance(value, Tensor):
-        yield name, value
-        if value.is_leaf and value.grad is not None:
-            yield f"{name}.grad", value.grad
-    elif isinstance(value, nn.Module):
-        yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
-    elif depth and not isinstance(value, (str, type, ModuleType, Tracer)):
-        entries = [(f"{name}[{k!r}]", v) for k, v in pairs_of(value)]
-        if not entries:
-            entries = [(f"{name}.{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
-        for label, entry in entries:
-            yield from parts_of(label, entry, depth - 1)
-
-
-def user_variables() -> Iterator[tuple[str, object]]:
-    """(name, value) of the variables of the user's frames, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield from list(frame.f_locals.items()) if whose(frame.f_code) == USER else ()
-        frame = frame.f_back
-
-
-def name_in_frames(x: Tensor) -> tuple[str, Tensor]:
-    """What the user's code calls this tensor, and the tensor of that name, of which ``x`` may be a view."""
-    key = key_of(x)
-    for label, v in (part for variable in user_variables() for part in parts_of(*variable)):
-        if v is x or (is_float(v) and key_of(v) == key and (v.numel() == x.numel() or bad(v))):
-            return label, v
-    return UNNAMED, x
 
 
 # -- what happened ---------------------------------------------------------------------------------------------------
@@ -194,10 +80,6 @@ class Event(Report):
 
     def lineage(self) -> set[Event]:
         return {self}.union(*(p.lineage() for p in self.parents))
-
-
-def key_of(t: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(plain(t).untyped_storage())
 
 
 def is_mask(t: Tensor) -> bool:
