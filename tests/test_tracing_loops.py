@@ -1,0 +1,1211 @@
+"""Steps as people write them: transforms, inference, numbers that leave through Python, closures, counts, names."""
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nanlab import locate
+
+HERE = Path(__file__).name
+INF, NAN = math.inf, math.nan
+
+
+def line(marker: str) -> str:
+    text = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
+
+
+def verdict(report) -> tuple:
+    return report.cause, report.phase, report.source
+
+
+def healthy(report) -> bool:
+    return not report.found and report.exception is None
+
+
+def leaf(*values: float, shape=(), dtype=torch.float32) -> nn.Parameter:
+    return nn.Parameter((torch.randn(shape) if shape else torch.tensor(values)).to(dtype))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+# -- function transforms, nested and lazy tensors ---------------------------------------------------------------------
+def test_a_bad_row_under_vmap_is_a_row_of_the_data():
+    data = torch.randn(4, 3)
+    data[2, 1] = NAN
+
+    def f(row):
+        return (row * 2).sum()  # row under vmap
+
+    report = locate(lambda: torch.vmap(f)(data).sum())
+    assert verdict(report) == ("bad_input", "data", line("row under vmap")), str(report)
+    assert (report.op, report.rows) == ("data", [2])
+
+
+def test_a_bad_row_under_func_grad_is_a_row_of_the_data():
+    data, w = torch.randn(4, 3), torch.randn(3)
+    data[2, 1] = NAN
+
+    def f(w):
+        return (data @ w).pow(2).mean()  # row under grad
+
+    report = locate(lambda: torch.func.grad(f)(w))
+    assert verdict(report) == ("bad_input", "data", line("row under grad")), str(report)
+    assert (report.op, report.rows) == ("data", [2])
+
+
+def test_the_edge_of_a_gradient_per_sample_is_in_the_backward():
+    net, x = nn.Linear(3, 1), torch.randn(4, 3)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    x[2] = 0
+
+    def loss(p, row):
+        out = torch.func.functional_call(net, p, (row[None],))
+        return out.sum() * torch.sqrt((row**2).sum() * p["weight"].pow(2).sum())  # edge per sample
+
+    report = locate(lambda: torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x))
+    assert verdict(report) == ("gradient_at_edge", "backward", line("edge per sample")), str(report)
+
+
+def test_gradients_per_sample_of_a_model_reached_only_through_its_parameters_run():
+    net, x = nn.Linear(3, 1), torch.randn(4, 3)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(p, row):
+        return torch.func.functional_call(net, p, (row[None],)).pow(2).sum()
+
+    assert healthy(locate(lambda: torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)))
+
+
+def test_an_ensemble_under_vmap_runs():
+    params, buffers = torch.func.stack_module_state([nn.Linear(3, 1) for _ in range(2)])
+    base, x = nn.Linear(3, 1), torch.randn(4, 3)
+    call = lambda p, b: torch.func.functional_call(base, (p, b), (x,))
+    assert healthy(locate(lambda: torch.vmap(call)(params, buffers).pow(2).mean()))
+
+
+def test_a_model_under_vmap_gives_what_it_gives_without_locate():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
+    wanted, got = torch.vmap(net)(x), []
+    assert healthy(locate(lambda: got.append(torch.vmap(net)(x))))
+    assert torch.equal(got[0], wanted)
+
+
+def test_an_error_inside_vmap_comes_back_in_the_report():
+    data = torch.randn(4, 3)
+    report = locate(lambda: torch.vmap(lambda row: (row * 2) @ torch.ones(7))(data))
+    assert not report.found
+    assert "size mismatch" in str(report.exception), repr(report.exception)
+
+
+def test_derivatives_in_forward_mode_do_not_end_the_interpreter():
+    code = """
+import torch
+from nanlab import locate
+
+w, f = torch.tensor([0.5, 1.0]), lambda w: (w**3).sum()
+net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+steps = [
+    lambda: torch.func.hessian(f)(w),
+    lambda: torch.func.jvp(torch.func.grad(f), (w,), (torch.ones(2),))[1],
+    lambda: torch.func.jacfwd(net)(w).sum(),
+    lambda: torch.log(w - w).sum(),
+]
+print([locate(step).cause for step in steps])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.strip() == "['', '', '', 'log_of_zero']"
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+def test_nested_tensors_are_healthy(layout):
+    a, b, layer = torch.randn(2, 4), torch.randn(3, 4), nn.Linear(4, 4)
+
+    @torch.no_grad()
+    def step():
+        nested = torch.nested.nested_tensor([a, b], layout=layout)
+        return torch.nested.to_padded_tensor(layer(nested), 0.0).sum()
+
+    assert healthy(locate(step))
+
+
+def test_an_error_beside_a_nested_tensor_comes_back_in_the_report():
+    def step():
+        nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+        raise ValueError(f"mine, of {nested.dim()} dimensions")
+
+    report = locate(step)
+    assert not report.found
+    assert isinstance(report.exception, ValueError), repr(report.exception)
+
+
+def test_lazy_layers_are_healthy():
+    net, x = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(1)), torch.randn(3, 5)
+    assert healthy(locate(lambda: net(x).sum().backward()))
+
+
+def test_a_fault_that_enters_a_lazy_layer_is_found():
+    def step():
+        nn.LazyLinear(3)(torch.log(torch.zeros(2, 3))).sum().backward()  # before a lazy layer
+
+    report = locate(step)
+    assert verdict(report) == ("log_of_zero", "forward", line("before a lazy layer")), str(report)
+
+
+@pytest.mark.parametrize("start", [0, 1], ids=["all padding", "some padding"])
+def test_a_transformer_encoder_in_evaluation_gives_what_it_gives_without_locate(start):
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x, padding = torch.randn(3, 4, 8), torch.zeros(3, 4, dtype=torch.bool)
+    padding[1, start:] = True
+    padding[2, 2:] = True
+    with torch.no_grad():
+        wanted = encoder(x, src_key_padding_mask=padding)
+    got = []
+
+    @torch.no_grad()
+    def step():
+        got.append(encoder(x, src_key_padding_mask=padding))
+        return got[0]
+
+    report = locate(step)
+    assert report.exception is None, repr(report.exception)
+    assert torch.equal(torch.nan_to_num(got[0], 7.0), torch.nan_to_num(wanted, 7.0))
+    assert report.found == (not wanted.isfinite().all()), str(report)
+
+
+# -- inference mode ---------------------------------------------------------------------------------------------------
+modes = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+Z = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+NONE, FIRST = torch.zeros(2, 4), torch.tensor([True, False, False, False])
+ROW = torch.zeros(2, 4).index_fill(0, torch.tensor([1]), -INF)
+EVALUATION = {
+    "ignored": ("empty_mean", lambda: F.cross_entropy(Z, torch.tensor([-100, -100]))),  # evaluated ignored
+    "masked mean": ("empty_mean", lambda: (Z * NONE).sum() / NONE.sum()),  # evaluated masked mean
+    "selection": ("empty_mean", lambda: Z[NONE.bool()].mean()),  # evaluated selection
+    "nanmean": ("empty_mean", lambda: torch.nanmean(torch.full((2, 2), NAN), 1)),  # evaluated nanmean
+    "kl": ("empty_mean", lambda: F.kl_div(Z[:0].log_softmax(-1), Z[:0].softmax(-1))),  # evaluated kl
+    "std": ("zero_over_zero", lambda: (Z[:1] - Z[:1]) / (Z[0] - Z[0]).std()),  # evaluated std
+    "std of one": ("zero_over_zero", lambda: torch.ones(1).std()),  # evaluated std of one
+    "group norm": ("zero_over_zero", lambda: F.group_norm(torch.zeros(2, 4, 2), 2, eps=0.0)),  # evaluated group norm
+    "softmax": ("masked_row", lambda: torch.softmax(Z + ROW, -1)),  # evaluated softmax
+    "label": ("log_of_zero", lambda: -Z.masked_fill(FIRST, -INF).log_softmax(-1)[:, 0].mean()),  # evaluated label
+    "sigmoid": ("log_of_zero", lambda: torch.log(torch.sigmoid(Z * 0 - 1e4)).mean()),  # evaluated sigmoid
+    "temperature": ("division_by_zero", lambda: torch.softmax(Z / 0.0, -1)),  # evaluated temperature
+    "true_divide": ("division_by_zero", lambda: torch.true_divide(Z, torch.zeros(4))),  # evaluated true_divide
+    "exp": ("overflow", lambda: torch.exp(Z.abs() * 1e4).mean()),  # evaluated exp
+    "matmul": ("overflow", lambda: (Z * 1e30) @ (Z * 1e30).mT),  # evaluated matmul
+}
+
+
+@modes
+@pytest.mark.parametrize("name", list(EVALUATION))
+def test_inference_mode_gets_the_verdict_of_no_grad(name, mode):
+    cause, make = EVALUATION[name]
+
+    def step():
+        with mode():
+            return make()
+
+    report = locate(step)
+    assert verdict(report) == (cause, "forward", line(f"evaluated {name}")), str(report)
+
+
+@modes
+@pytest.mark.parametrize("read", [float, torch.Tensor.item, torch.Tensor.tolist])
+def test_a_number_read_in_an_evaluation_has_its_line(mode, read):
+    x, keep = torch.randn(4), torch.zeros(4, dtype=torch.bool)
+
+    def step():
+        with mode():
+            return {"loss": read(x[keep].mean())}  # read in an evaluation
+
+    assert verdict(locate(step)) == ("empty_mean", "forward", line("read in an evaluation"))
+
+
+@modes
+def test_a_bad_weight_in_an_evaluation_is_bad_state(mode):
+    table = nn.Embedding(4, 4)
+    table.weight.data[1] = NAN
+
+    def step():
+        with mode():
+            return table(torch.tensor([0, 1]))  # bad weight in an evaluation
+
+    report = locate(step)
+    assert verdict(report) == ("bad_state", "state", line("bad weight in an evaluation")), str(report)
+    assert report.rows == [1]
+
+
+@modes
+def test_a_model_without_labels_in_an_evaluation(mode):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, pad_token_id=0, attn_implementation="eager")).eval()
+    ids, labels = torch.randint(3, 32, (2, 5)), torch.full((2, 5), -100)
+
+    def step():
+        with mode():
+            return model(input_ids=ids, labels=labels).loss  # evaluated without labels
+
+    assert verdict(locate(step)) == ("empty_mean", "forward", line("evaluated without labels"))
+
+
+# -- numbers that leave through Python --------------------------------------------------------------------------------
+def test_a_spread_read_by_item_and_divided_by():
+    w, rewards = leaf(shape=(1,)), torch.tensor([0.7])
+
+    def step():
+        mean, std = rewards.mean().item(), rewards.std().item()  # spread read by item
+        (w * ((rewards - mean) / std)).sum().backward()
+
+    assert verdict(locate(step)) == ("zero_over_zero", "forward", line("spread read by item"))
+
+
+def test_an_adaptive_coefficient_read_by_item():
+    new, old = leaf(0.0, 0.0), torch.tensor([-800.0, 0.0])
+
+    def step():
+        ratio = torch.exp(new - old)  # ratio of the coefficient
+        kl = (ratio - 1 - (new - old)).mean().item()
+        (new.sum() + 0.1 * (1 + kl) * new.pow(2).sum()).backward()
+
+    assert verdict(locate(step)) == ("overflow", "forward", line("ratio of the coefficient"))
+
+
+def test_a_number_read_by_float_and_put_into_a_tensor():
+    w, errors, keep = leaf(shape=(3,)), torch.rand(3), torch.zeros(3, dtype=torch.bool)
+
+    def step():
+        scale = float(errors[keep].mean())  # read and put into a tensor
+        (w * torch.tensor([scale, 1.0, 1.0])).sum().backward()
+
+    assert verdict(locate(step)) == ("empty_mean", "forward", line("read and put into a tensor"))
+
+
+READ = {"item": torch.Tensor.item, "tolist": torch.Tensor.tolist, "numpy": torch.Tensor.numpy}
+
+
+@pytest.mark.parametrize("how", list(READ))
+def test_a_loop_that_collects_losses_names_the_first_bad_batch(how):
+    net, x, none = nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, dtype=torch.bool)
+
+    @torch.no_grad()
+    def step():
+        losses = []
+        for keep, scale in ((~none, 1.0), (none, 1.0), (~none, 1e38)):
+            out = net(x) * scale * 100
+            losses.append(READ[how](out[keep].mean()))  # collected
+        return {"loss": np.mean(losses)}
+
+    assert verdict(locate(step)) == ("empty_mean", "forward", line("collected"))
+
+
+@dataclass
+class Output:
+    loss: object
+    count: int = 2
+
+
+class Metrics:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+HOLDERS = {
+    "a dataclass": Output,
+    "an object": lambda loss: Metrics(loss.item()),
+    "an array": lambda loss: {"scores": loss.numpy()},
+    "a number of numpy": lambda loss: {"score": loss.numpy().item(), "count": np.float32(3)},
+    "a list": lambda loss: [loss[None].tolist()],
+}
+
+
+@pytest.mark.parametrize("holder", list(HOLDERS))
+def test_whatever_carries_the_result_is_looked_into(holder):
+    p = torch.zeros(2)
+
+    @torch.no_grad()
+    def step():
+        loss = torch.log(p).mean()  # carried
+        return HOLDERS[holder](loss)
+
+    assert verdict(locate(step)) == ("log_of_zero", "forward", line("carried"))
+
+
+def test_two_bad_metrics_have_two_lines():
+    x, p, none = torch.randn(4), torch.zeros(2), torch.zeros(4, dtype=torch.bool)
+
+    @torch.no_grad()
+    def step():
+        a = x[none].mean().item()  # first metric
+        b = torch.log(p).mean().item()  # second metric
+        return {"a": a, "b": b}
+
+    report = locate(step)
+    assert verdict(report) == ("empty_mean", "forward", line("first metric")), str(report)
+    assert [other.source for other in report.others] == [line("second metric")]
+
+
+def test_a_bad_number_that_went_nowhere_is_not_blamed_for_another():
+    x, p, none = torch.randn(4), torch.zeros(2), torch.zeros(4, dtype=torch.bool)
+
+    @torch.no_grad()
+    def step():
+        skipped = x[none].mean()
+        best = torch.log(p).mean().item()  # the number returned
+        return {"score": best, "skipped": math.isnan(skipped.item())}
+
+    assert verdict(locate(step)) == ("log_of_zero", "forward", line("the number returned"))
+
+
+def test_a_good_number_read_last_does_not_hide_the_bad_one():
+    x, none = torch.randn(4), torch.zeros(4, dtype=torch.bool)
+
+    @torch.no_grad()
+    def step():
+        bad = x[none].mean().item()  # read before a good one
+        return {"bad": bad, "good": x.mean().item()}
+
+    assert verdict(locate(step)) == ("empty_mean", "forward", line("read before a good one"))
+
+
+@pytest.mark.parametrize("sentinel", [INF, -INF, NAN])
+def test_a_sentinel_in_the_result_is_healthy(sentinel):
+    w = leaf(1.0)
+
+    def step():
+        best = sentinel
+        loss = (w * w).sum()
+        loss.backward()
+        return {"loss": loss.item(), "best_so_far": best}
+
+    assert healthy(locate(step))
+
+
+# -- steps that raise -------------------------------------------------------------------------------------------------
+def test_multinomial_raises_at_a_temperature_of_zero():
+    logits = torch.randn(2, 5)
+    report = locate(lambda: torch.multinomial(torch.softmax(logits / 0.0, -1), 1))  # temperature of zero
+    assert isinstance(report.exception, RuntimeError)
+    assert verdict(report) == ("division_by_zero", "forward", line("temperature of zero")), str(report)
+
+
+def test_multinomial_raises_when_every_token_was_filtered():
+    logits = torch.randn(2, 5)
+
+    def sample():
+        kept = logits.masked_fill(logits < logits.max() + 1, -INF)
+        return torch.multinomial(kept.softmax(-1), 1)  # every token filtered
+
+    report = locate(sample)
+    assert isinstance(report.exception, RuntimeError)
+    assert verdict(report) == ("masked_row", "forward", line("every token filtered")), str(report)
+
+
+def test_a_loss_that_checks_its_input_raises():
+    w, x, y = leaf(shape=(3,)), torch.ones(2, 3), torch.ones(2)
+
+    def step():
+        F.binary_cross_entropy(torch.sigmoid((x * w).sum(1) / x.std(1)), y * 0 / 0).backward()  # refused by the loss
+
+    report = locate(step)
+    assert isinstance(report.exception, RuntimeError)
+    assert (report.found, report.source) == (True, line("refused by the loss")), str(report)
+
+
+def test_a_distribution_that_checks_its_parameters_raises():
+    w, x = leaf(shape=(3,)), torch.zeros(2, 3)
+
+    def step():
+        return torch.distributions.Normal((x / x.std(0)) @ w, 1.0).sample()  # refused by Normal
+
+    report = locate(step)
+    assert isinstance(report.exception, ValueError)
+    assert verdict(report) == ("zero_over_zero", "forward", line("refused by Normal")), str(report)
+
+
+def test_a_bucket_of_a_constant_feature_is_no_index():
+    table, x = nn.Embedding(10, 2), torch.full((4,), 3.0)
+
+    def step():
+        bucket = ((x - x.min()) / (x.max() - x.min()) * 9).long()  # bucket
+        return table(bucket).sum()
+
+    report = locate(step)
+    assert isinstance(report.exception, IndexError)
+    assert verdict(report) == ("zero_over_zero", "forward", line("bucket")), str(report)
+
+
+@pytest.mark.parametrize("bystander", [lambda: torch.full((4, 4), -INF).triu(1), lambda: INF], ids=["mask", "best"])
+def test_an_exception_with_a_reason_of_its_own_blames_no_bystander(bystander):
+    x, w = torch.randn(2, 4, 8), leaf(shape=(6, 6))
+
+    def step():
+        beside = bystander()
+        weights = torch.softmax(x @ x.mT + (beside if isinstance(beside, torch.Tensor) else 0), -1)
+        return (weights @ x @ w).sum()  # the shapes do not fit
+
+    report = locate(step)
+    assert not report.found, str(report)
+    assert isinstance(report.exception, RuntimeError)
+
+
+def test_a_step_that_ends_the_program_still_gives_its_report():
+    logits, before = leaf(shape=(3, 5)), torch.autograd.backward
+
+    def step():
+        loss = F.cross_entropy(logits, torch.full((3,), -100))  # before the program ends
+        if not math.isfinite(loss.item()):
+            sys.exit(1)
+
+    report = locate(step)
+    assert isinstance(report.exception, SystemExit)
+    assert verdict(report) == ("empty_mean", "forward", line("before the program ends")), str(report)
+    assert torch.autograd.backward is before
+
+
+# -- closures, nested steps, settings ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("foreach", [False, True])
+def test_rmsprop_takes_the_root_of_a_negative_variance(foreach):
+    w = leaf(0.5, -0.5)
+    optimizer = torch.optim.RMSprop([w], lr=1e-3, centered=True, foreach=foreach)
+    w.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.state[w]["square_avg"].fill_(0.5)
+    optimizer.state[w]["grad_avg"].fill_(0.9)
+    report = locate(lambda: optimizer.step())  # negative variance
+    assert verdict(report) == ("unknown", "optimizer", line("negative variance")), str(report)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adam_takes_the_root_of_a_negative_moment(foreach):
+    w = leaf(0.5, -0.5)
+    optimizer = torch.optim.Adam([w], lr=1e-3, foreach=foreach)
+    w.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.state[w]["exp_avg_sq"].fill_(-1e-2)
+    report = locate(lambda: optimizer.step())  # negative moment
+    assert verdict(report) == ("unknown", "optimizer", line("negative moment")), str(report)
+
+
+def test_a_logarithm_of_zero_in_a_closure_is_forward():
+    w = leaf(0.5, 0.0)
+    optimizer = torch.optim.LBFGS([w])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.log(w).sum()  # logarithm in a closure
+        loss.backward()
+        return loss
+
+    assert verdict(locate(lambda: optimizer.step(closure))) == (
+        "log_of_zero",
+        "forward",
+        line("logarithm in a closure"),
+    )
+
+
+def test_a_root_of_a_negative_number_in_a_closure_is_forward():
+    w = leaf(-0.5, 1.0)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.sqrt(w).sum()  # root in a closure
+        loss.backward()
+        return loss
+
+    report = locate(lambda: optimizer.step(closure))
+    assert verdict(report) == ("unknown", "forward", line("root in a closure")), str(report)
+    assert report.op == "sqrt"
+
+
+def test_an_edge_in_a_closure_is_backward():
+    w = leaf(0.0, 1.0)
+    optimizer = torch.optim.LBFGS([w])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.sqrt(w * w).sum()  # edge in a closure
+        loss.backward()
+        return loss
+
+    report = locate(lambda: optimizer.step(closure))
+    assert verdict(report) == ("gradient_at_edge", "backward", line("edge in a closure")), str(report)
+
+
+class Sam(torch.optim.Optimizer):
+    """Moves to a worse place, takes the gradient there, then steps."""
+
+    def __init__(self, parameters, base):
+        super().__init__(parameters, {})
+        self.base = base
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p * torch.tensor([1.0, 0.0]))
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        self.base.step()
+
+
+def test_the_second_forward_of_sam_is_forward():
+    w, x = leaf(1e-3, 1.0), torch.ones(2)
+    optimizer = Sam([w], torch.optim.SGD([w], lr=0.1))
+
+    def closure():
+        loss = -torch.log(w * x).sum()  # second forward
+        loss.backward()
+        return loss
+
+    def step():
+        closure()
+        optimizer.step(closure)
+
+    assert verdict(locate(step)) == ("log_of_zero", "forward", line("second forward"))
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, base, alpha):
+        super().__init__(base.param_groups, {})
+        self.base, self.alpha = base, alpha
+        self.slow = [p.detach().clone() for group in base.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        fast = [p for group in self.base.param_groups for p in group["params"]]
+        for slow, p in zip(self.slow, fast, strict=True):
+            slow.add_((p - slow) * self.alpha)  # after the inner step
+            p.copy_(slow)
+
+
+def test_what_follows_the_inner_step_of_an_optimizer_is_the_optimizer():
+    w = leaf(1.0, 1.0)
+    optimizer = Lookahead(torch.optim.SGD([w], lr=1.0), 3e38)
+
+    def step():
+        (w * 1e3).sum().backward()
+        optimizer.step()
+
+    assert verdict(locate(step)) == ("overflow", "optimizer", line("after the inner step"))
+
+
+class Belief(torch.optim.Optimizer):
+    """The variance as a difference of moments, which may be negative."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            moment, square = 0.1 * p.grad, 0.001 * p.grad**2
+            p.sub_(1e-3 * moment / ((square - moment**2).sqrt() + 1e-8))  # root in an own optimizer
+
+
+def test_a_root_of_a_negative_number_in_an_own_optimizer_is_the_optimizer():
+    w = leaf(0.5, -0.5)
+    optimizer = Belief([w], {})
+
+    def step():
+        w.grad = torch.tensor([1.0, -1.0])
+        optimizer.step()
+
+    report = locate(step)
+    assert verdict(report) == ("unknown", "optimizer", line("root in an own optimizer")), str(report)
+    assert report.op == "sqrt"
+
+
+def test_an_optimizer_that_steps_in_a_hook_of_the_backward_is_the_optimizer():
+    w, c = leaf(0.5, -0.5, dtype=torch.float16), torch.tensor([0.0, 1e-5]).half()
+    optimizer = torch.optim.Adam([w], lr=1e-3, foreach=False)
+
+    def hook(p):
+        optimizer.step()  # step in a hook
+        optimizer.zero_grad()
+
+    w.register_post_accumulate_grad_hook(hook)
+    report = locate(lambda: (w * c).float().sum().backward())
+    assert verdict(report) == ("optimizer_underflow", "optimizer", line("step in a hook")), str(report)
+
+
+def test_a_learning_rate_of_nan_from_numpy_is_bad_state():
+    w = leaf(0.5, -0.5)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def step():
+        for lr in np.array([0.1, np.nan], dtype=np.float32):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.zero_grad()
+            (w * w).sum().backward()
+            optimizer.step()  # rate from numpy
+
+    report = locate(step)
+    assert verdict(report) == ("bad_state", "state", line("rate from numpy")), str(report)
+    assert report.op == "lr of the optimizer"
+
+
+def test_a_beta_of_nan_is_bad_state():
+    w = leaf(0.5, -0.5)
+    optimizer = torch.optim.AdamW([w], lr=0.1)
+    optimizer.param_groups[0]["betas"] = (0.9, NAN)
+
+    def step():
+        (w * w).sum().backward()
+        optimizer.step()  # beta of nan
+
+    report = locate(step)
+    assert verdict(report) == ("bad_state", "state", line("beta of nan")), str(report)
+    assert report.op == "betas of the optimizer"
+
+
+def by_data(w):
+    w.data.add_(w.grad, alpha=-1e30)  # by_data
+
+
+@torch.no_grad()
+def by_sub(w):
+    w.sub_(w.grad, alpha=1e30)  # by_sub
+
+
+@torch.no_grad()
+def by_foreach(w):
+    torch._foreach_add_([w], [w.grad], alpha=-1e30)  # by_foreach
+
+
+@pytest.mark.parametrize("update", [by_data, by_sub, by_foreach])
+def test_an_update_by_hand_is_the_optimizer(update):
+    w = leaf(1.0, 1.0)
+
+    def step():
+        (w * torch.tensor([1e20, 1.0])).sum().backward()
+        update(w)
+
+    assert verdict(locate(step)) == ("overflow", "optimizer", line(update.__name__))
+
+
+@pytest.mark.parametrize("read", [lambda norm: norm, torch.Tensor.item], ids=["tensor", "number"])
+def test_the_logged_norm_of_a_step_that_the_scaler_skips_is_healthy(read):
+    net, x = nn.Linear(4, 4), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = net(x).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return {"loss": loss.item(), "grad_norm": read(norm)}
+
+    assert healthy(locate(step))
+
+
+# -- counts and measured zeros ----------------------------------------------------------------------------------------
+EMPTY_LOSSES = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "soft margin": F.soft_margin_loss,
+    "bce": lambda p, t: F.binary_cross_entropy(p.sigmoid(), t),
+    "bce of logits": F.binary_cross_entropy_with_logits,
+    "kl": lambda p, t: F.kl_div(p.log_softmax(-1), t),
+    "gaussian": lambda p, t: F.gaussian_nll_loss(p, t, torch.ones_like(t)),
+    "cosine": lambda p, t: F.cosine_embedding_loss(p, t, torch.ones(len(p))),
+    "triplet": lambda p, t: F.triplet_margin_loss(p, t, t),
+}
+
+
+@pytest.mark.parametrize("name", list(EMPTY_LOSSES))
+def test_a_loss_of_an_empty_selection_is_a_mean_over_nothing(name):
+    predicted, target, none = leaf(shape=(4, 3)), torch.rand(4, 3), torch.zeros(4, dtype=torch.bool)
+
+    def step():
+        loss = EMPTY_LOSSES[name](predicted[none], target[none])
+        loss.backward()
+
+    report = locate(step)
+    assert (report.cause, report.phase) == ("empty_mean", "forward"), str(report)
+    assert report.source.startswith(HERE)
+
+
+def mean_over_a_mean():
+    x, mask = leaf(shape=(2, 4)), torch.zeros(2, 4)
+    return lambda: ((x * mask).mean() / mask.mean()).backward()  # mean_over_a_mean
+
+
+def index_add():
+    h, segment = leaf(shape=(4, 3)), torch.tensor([0, 0, 2, 2])
+
+    def step():
+        total = torch.zeros(3, 3).index_add(0, segment, h)
+        count = torch.zeros(3).index_add(0, segment, torch.ones(4))
+        (total / count[:, None]).sum().backward()  # index_add
+
+    return step
+
+
+def scatter_add():
+    h, segment = leaf(shape=(4,)), torch.tensor([0, 0, 2, 2])
+
+    def step():
+        total = torch.zeros(3).scatter_add(0, segment, h)
+        count = torch.zeros(3).scatter_add(0, segment, torch.ones(4))
+        (total / count).sum().backward()  # scatter_add
+
+    return step
+
+
+def pooling():
+    h, mask = leaf(shape=(3, 5, 4)), torch.ones(3, 5)
+    mask[1] = 0
+
+    def step():
+        pooled = (h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)  # pooling
+        pooled.pow(2).sum().backward()
+
+    return step
+
+
+def one_hot():
+    h, classes = leaf(shape=(4, 3)), torch.tensor([0, 0, 2, 2])
+
+    def step():
+        chosen = F.one_hot(classes, 3).float()
+        ((chosen.T @ h) / chosen.sum(0)[:, None]).pow(2).sum().backward()  # one_hot
+
+    return step
+
+
+def pairs():
+    z, y = leaf(shape=(4, 8)), torch.tensor([0, 1, 0, 0])
+
+    def step():
+        itself = torch.eye(4, dtype=torch.bool)
+        positive = (y[:, None] == y) & ~itself
+        logp = (z @ z.T).masked_fill(itself, -1e9).log_softmax(-1)
+        (-(positive * logp).sum(1) / positive.sum(1)).mean().backward()  # pairs
+
+    return step
+
+
+@pytest.mark.parametrize("make", [mean_over_a_mean, index_add, scatter_add, pooling, one_hot, pairs])
+def test_a_sum_over_a_count_of_zero_is_a_mean_over_nothing(make):
+    report = locate(make())
+    assert verdict(report) == ("empty_mean", "forward", line(make.__name__)), str(report)
+    assert make is mean_over_a_mean or report.rows == [1]
+
+
+def cosine_in_evaluation():
+    a, b = torch.zeros(1, 4), torch.randn(1, 4)
+    return lambda: ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean()  # cosine_in_evaluation
+
+
+def cosine_of_frozen_features():
+    w, x = leaf(shape=(4,)), torch.randn(3, 4)
+    x[1] = 0
+    return lambda: ((x * w).sum(-1) / (x.norm(dim=-1) * w.norm())).mean().backward()  # cosine_of_frozen_features
+
+
+def pearson():
+    p, y = torch.ones(5), torch.randn(5)
+
+    def step():
+        a, b = p - p.mean(), y - y.mean()
+        r = (a * b).sum() / (a.pow(2).sum().sqrt() * b.pow(2).sum().sqrt())  # pearson
+        return {"pearson": r.item()}
+
+    return step
+
+
+def signal_to_distortion():
+    estimate, reference = leaf(shape=(3, 16)), torch.randn(3, 16)
+    reference[2] = 0
+
+    def step():
+        scale = (estimate * reference).sum(-1, keepdim=True) / reference.square().sum(-1, True)  # signal_to_distortion
+        (estimate - scale * reference).pow(2).mean().backward()
+
+    return step
+
+
+def determination():
+    y = torch.full((5,), 2.0)
+    p = y.clone()
+    return lambda: 1 - ((y - p) ** 2).sum() / ((y - y.mean()) ** 2).sum()  # determination
+
+
+def relative_error():
+    a = torch.zeros(4)
+    return lambda: (a - a).norm() / a.norm()  # relative_error
+
+
+def weights_that_underflow():
+    score, value = leaf(-200.0, -210.0), torch.tensor([1.0, 2.0])
+
+    @torch.no_grad()
+    def step():
+        w = score.exp()
+        return (w * value).sum() / w.sum()  # weights_that_underflow
+
+    return step
+
+
+def gates_that_underflow():
+    logits = torch.tensor([[-200.0] * 4, [0.0] * 4])
+
+    def step():
+        gates = torch.sigmoid(logits)
+        return gates / gates.sum(-1, keepdim=True)  # gates_that_underflow
+
+    return step
+
+
+def l1_of_a_row():
+    logp, rewards = leaf(shape=(2, 3)), torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 3.0]])
+
+    def step():
+        advantages = rewards - rewards.mean(1, keepdim=True)
+        (logp * (advantages / advantages.abs().sum(1, keepdim=True))).mean().backward()  # l1_of_a_row
+
+    return step
+
+
+def l1_of_all():
+    logp, rewards = leaf(shape=(4,)), torch.full((4,), 0.5)
+
+    def step():
+        advantages = rewards - rewards.mean()
+        (logp * (advantages / advantages.abs().sum())).mean().backward()  # l1_of_all
+
+    return step
+
+
+def ratio_to_a_mean():
+    logp, rewards = leaf(shape=(4,)), torch.zeros(4)
+    return lambda: (logp * (rewards / rewards.mean())).mean().backward()  # ratio_to_a_mean
+
+
+MEASURED = [cosine_in_evaluation, cosine_of_frozen_features, pearson, signal_to_distortion, determination]
+MEASURED += [relative_error, weights_that_underflow, gates_that_underflow, l1_of_a_row, l1_of_all, ratio_to_a_mean]
+
+
+@pytest.mark.parametrize("make", MEASURED)
+def test_a_measured_zero_is_no_count(make):
+    report = locate(make())
+    assert verdict(report) == ("zero_over_zero", "forward", line(make.__name__)), str(report)
+
+
+# -- out=, conjugates, sparse tensors, poles --------------------------------------------------------------------------
+def test_what_out_is_read_from_is_not_new():
+    x = torch.tensor([NAN, 1.0])
+
+    @torch.no_grad()
+    def step():
+        total = x.clone()  # read into out
+        torch.add(total, torch.ones(2), out=total)
+        return total.sum()
+
+    report = locate(step)
+    assert verdict(report) == ("bad_input", "data", line("read into out")), str(report)
+    assert (report.op, report.rows) == ("x", [0])
+
+
+def test_a_division_into_out_is_found():
+    a, buffer = torch.zeros(3), torch.ones(3)
+
+    @torch.no_grad()
+    def step():
+        torch.div(a, a, out=buffer)  # into out
+        return buffer.sum()
+
+    assert verdict(locate(step)) == ("zero_over_zero", "forward", line("into out"))
+
+
+CONJUGATES = {
+    "mul": lambda y, z: y * z.conj(),
+    "matmul": lambda y, z: y @ z.conj(),
+    "mH": lambda y, z: y @ z.mH,
+    "vdot": lambda y, z: torch.vdot(z.flatten(), y.flatten()),
+}
+
+
+@pytest.mark.parametrize("how", list(CONJUGATES))
+def test_a_conjugate_keeps_its_history(how):
+    x, y = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.complex64)
+
+    @torch.no_grad()
+    def step():
+        z = torch.complex(x / x.norm(), x)  # before the conjugate
+        return CONJUGATES[how](y, z).abs().sum()
+
+    assert verdict(locate(step)) == ("zero_over_zero", "forward", line("before the conjugate"))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["coo", "csr"])
+def test_a_sparse_matrix_of_an_isolated_node_keeps_its_history(layout):
+    edges, x, w = torch.tensor([[0.0, 1, 0], [1, 0, 0], [0, 0, 0]]), torch.randn(3, 4), leaf(shape=(4, 2))
+
+    def step():
+        scale = torch.diag(edges.sum(1).pow(-0.5))  # degree of the sparse matrix
+        adjacency = (scale @ edges @ scale).to_sparse(layout=layout)
+        torch.sparse.mm(adjacency, x @ w).sum().backward()
+
+    assert verdict(locate(step)) == ("division_by_zero", "forward", line("degree of the sparse matrix"))
+
+
+def test_a_csr_matrix_made_of_a_bad_division_keeps_its_history():
+    w, degree = leaf(shape=(3, 2)), torch.tensor([1.0, 0.0, 1.0])
+
+    def step():
+        values = 1 / degree  # values of the matrix
+        matrix = torch.sparse_csr_tensor(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2]), values, (3, 3))
+        (matrix @ w).sum().backward()
+
+    assert verdict(locate(step)) == ("division_by_zero", "forward", line("values of the matrix"))
+
+
+X = torch.tensor([1.0, 0.5])
+POLES = {
+    "logit": ("log_of_zero", lambda: torch.logit(X)),  # pole logit
+    "log1p": ("log_of_zero", lambda: torch.log1p(-X)),  # pole log1p
+    "log2": ("log_of_zero", lambda: torch.log2(1 - X)),  # pole log2
+    "log10": ("log_of_zero", lambda: torch.log10(1 - X)),  # pole log10
+    "log_": ("log_of_zero", lambda: (1 - X).log_()),  # pole log_
+    "xlogy": ("log_of_zero", lambda: torch.xlogy(X, 1 - X)),  # pole xlogy
+    "xlog1py": ("log_of_zero", lambda: torch.special.xlog1py(X, -X)),  # pole xlog1py
+    "complex": ("log_of_zero", lambda: torch.log((1 - X).to(torch.complex64)).real),  # pole complex
+    "slogdet": ("log_of_zero", lambda: torch.linalg.slogdet(torch.ones(3, 3)).logabsdet),  # pole slogdet
+    "logdet": ("log_of_zero", lambda: torch.logdet(torch.ones(3, 3))),  # pole logdet
+    "lgamma": ("unknown", lambda: torch.lgamma(1 - X)),  # pole lgamma
+    "ndtri": ("unknown", lambda: torch.special.ndtri(1 - X)),  # pole ndtri
+    "floor": ("division_by_zero", lambda: X // torch.zeros(2)),  # pole floor
+    "remainder": ("division_by_zero", lambda: X % torch.tensor([0.0, 2.0])),  # pole remainder
+}
+
+
+@pytest.mark.parametrize("name", list(POLES))
+def test_a_pole_is_no_overflow(name):
+    cause, make = POLES[name]
+    report = locate(lambda: make().sum())
+    assert verdict(report) == (cause, "forward", line(f"pole {name}")), str(report)
+
+
+def test_a_target_without_an_alignment_is_no_overflow():
+    logits, target = leaf(shape=(3, 1, 5)), torch.tensor([[1, 1, 2, 2]])
+
+    def step():
+        loss = F.ctc_loss(logits.log_softmax(-1), target, torch.tensor([3]), torch.tensor([4]))  # no alignment
+        loss.backward()
+
+    assert verdict(locate(step)) == ("log_of_zero", "forward", line("no alignment"))
+
+
+def test_a_norm_with_a_negative_running_variance_is_explained():
+    norm, x = nn.BatchNorm1d(2).eval(), torch.randn(3, 2)
+    norm.running_var[1] = -0.5
+    report = locate(lambda: norm(x).sum().backward())  # negative running variance
+    assert verdict(report) == ("unknown", "forward", line("negative running variance")), str(report)
+    assert "Error" not in report.explanation
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)
+        self.x[7, 1] = np.nan
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"x": torch.from_numpy(self.x[i]), "y": torch.ones(1)}
+
+
+def test_a_batch_of_a_numpy_data_set_has_its_name_and_its_row():
+    loader, net = DataLoader(Rows(), batch_size=4), nn.Linear(3, 1)
+
+    def step():
+        for batch in loader:
+            F.mse_loss(net(batch["x"]), batch["y"]).backward()
+
+    report = locate(step)
+    assert (report.cause, report.phase, report.rows) == ("bad_input", "data", [3]), str(report)
+    assert "batch['x']" in report.op
+
+
+def test_a_batch_of_a_worker_has_its_name_and_its_row():
+    data, net = torch.randn(8, 3), nn.Linear(3, 1)
+    data[5, 0] = NAN
+    loader = DataLoader(TensorDataset(data), batch_size=4, num_workers=1)
+
+    def step():
+        for (xb,) in loader:
+            net(xb).sum().backward()
+
+    report = locate(step)
+    assert (report.cause, report.phase, report.op, report.rows) == ("bad_input", "data", "xb", [1]), str(report)
+
+
+class Loop:
+    def __init__(self):
+        self.nets, self.x = {"actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)}, torch.randn(4, 3)
+        self.nets["critic"].bias.data[0] = NAN
+
+    def __call__(self):
+        self.nets["actor"](self.x).sum().backward()
+        self.nets["critic"](self.x).sum().backward()  # critic
+
+    def run(self):
+        self()
+
+
+@pytest.mark.parametrize("step", [lambda loop: loop, lambda loop: loop.run], ids=["call", "method"])
+def test_nets_in_a_dict_of_an_object_have_their_key(step):
+    report = locate(step(Loop()))
+    assert verdict(report) == ("bad_state", "state", line("critic")), str(report)
+    assert "critic" in report.op
+    assert "bias" in report.op
+
+
+def test_a_layer_of_a_list_has_its_number():
+    layers, x = [nn.Linear(3, 3), nn.Linear(3, 3)], torch.randn(2, 3)
+    layers[1].bias.data[2] = NAN
+
+    def step():
+        h = x
+        for layer in layers:
+            h = layer(h)  # layer of a list
+        h.sum().backward()
+
+    report = locate(step)
+    assert verdict(report) == ("bad_state", "state", line("layer of a list")), str(report)
+    assert "layers[1]" in report.op
+    assert report.rows == [2]
+
+
+def test_of_two_models_alike_the_bad_one_is_named():
+    policy, reference, x = nn.Linear(3, 2), nn.Linear(3, 2), torch.randn(4, 3)
+    reference.weight.data[0, 0] = NAN
+    report = locate(lambda: (policy(x) - reference(x)).pow(2).mean().backward())  # two models
+    assert verdict(report) == ("bad_state", "state", line("two models")), str(report)
+    assert (report.op, report.rows) == ("parameter reference.weight", [0])
+
+
+def test_an_input_that_wants_a_gradient_is_an_input():
+    net, batch = nn.Linear(3, 1), {"x": torch.randn(4, 3)}
+    batch["x"][2, 0] = NAN
+
+    def step():
+        x = batch["x"].requires_grad_()
+        net(x).sum().backward()  # wants a gradient
+        return x.grad.sign()
+
+    report = locate(step)
+    assert verdict(report) == ("bad_input", "data", line("wants a gradient")), str(report)
+    assert report.rows == [2]
+
+
+def test_a_checkpoint_loaded_inside_the_step_is_bad_state(tmp_path):
+    net, x = nn.Linear(3, 2), torch.randn(4, 3)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    state["weight"][1, 0] = NAN
+    torch.save(state, tmp_path / "state.pt")
+
+    def step():
+        net.load_state_dict(torch.load(tmp_path / "state.pt"))
+        net(x).sum().backward()
+
+    report = locate(step)
+    assert (report.cause, report.phase) == ("bad_state", "state"), str(report)
+    assert (report.op, report.rows) == ("parameter weight", [1])
+
+
+def test_features_loaded_inside_the_step_are_bad_input(tmp_path):
+    data, net = torch.randn(4, 3), nn.Linear(3, 1)
+    data[2, 1] = NAN
+    torch.save({"x": data}, tmp_path / "features.pt")
+
+    def step():
+        batch = torch.load(tmp_path / "features.pt")
+        net(batch["x"]).sum().backward()
+
+    report = locate(step)
+    assert (report.cause, report.phase, report.rows) == ("bad_input", "data", [2]), str(report)
+
+
+def test_cached_log_probabilities_of_minus_inf_are_bad_input_and_no_mask():
+    policy = leaf(-1.0, -2.0)
+    batch = {"chosen": torch.tensor([-1.5, -INF]), "rejected": torch.tensor([-2.5, -INF])}
+
+    def step():
+        margin = batch["chosen"] - batch["rejected"]  # cached
+        (-F.logsigmoid(policy - margin).mean()).backward()
+
+    report = locate(step)
+    assert verdict(report) == ("bad_input", "data", line("cached")), str(report)
+    assert report.rows == [1]
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+def test_a_masked_row_of_log_softmax_that_is_returned():
+    z, keep = torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    keep[1] = False
+
+    @torch.no_grad()
+    def step():
+        return F.log_softmax(z.masked_fill(~keep, -INF), -1)  # returned
+
+    report = locate(step)
+    assert verdict(report) == ("masked_row", "forward", line("returned")), str(report)
+    assert (report.kind, report.rows) == ("nan", [1])
+
+
+def test_a_masked_row_comes_before_a_later_fault():
+    z, w, keep = leaf(shape=(2, 4)), leaf(0.0, 1.0), torch.ones(2, 4, dtype=torch.bool)
+    keep[1] = False
+
+    def step():
+        logp = F.log_softmax(z.masked_fill(~keep, -INF), -1)  # before a later fault
+        (-logp[:, 0].mean() + torch.log(w).sum()).backward()
+
+    assert verdict(locate(step)) == ("masked_row", "forward", line("before a later fault"))
+
+
+def test_an_overflow_beside_a_mask_made_by_a_logarithm_is_an_overflow():
+    scores, keep = leaf(shape=(4, 4)), torch.ones(4, 4).tril()
+
+    def step():
+        bias = keep.log()
+        grown = scores * 1e38 * 1e3  # beside a logarithm
+        torch.softmax(grown + bias, -1).pow(2).sum().backward()
+
+    assert verdict(locate(step)) == ("overflow", "forward", line("beside a logarithm"))
+
+
+def test_the_maximum_of_a_row_without_anything_meets_weights_of_both_signs():
+    h, layer, keep = leaf(shape=(3, 5, 4)), nn.Linear(4, 4), torch.ones(3, 5, dtype=torch.bool)
+    keep[1] = False
+
+    def step():
+        pooled = h.masked_fill(~keep[..., None], -INF).amax(1)
+        layer(pooled).pow(2).mean().backward()  # both signs
+
+    report = locate(step)
+    assert verdict(report) == ("inf_minus_inf", "forward", line("both signs")), str(report)
+    assert report.rows == [1]
