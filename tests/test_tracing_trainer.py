@@ -3,6 +3,7 @@
 import copy
 import random
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -403,11 +404,13 @@ def test_a_batch_that_is_changed_in_place_is_replayed_as_it_came(tmp_path):
         x = inputs.pop("feature")
         x -= x.mean()
         x /= x.std()  # standardised in place
+        inputs["input_ids"].data.fill_(3)
         return outputs.loss + x.mean() * outputs.logits.mean()
 
     data = rows().add_column("feature", [3.0] * 8)
-    report = located(changed(tmp_path, standardised, data))
+    report = located(changed(tmp_path, standardised, data, processing_class=make_tokenizer()))
     assert (report.cause, report.source, report.batch) == ("zero_over_zero", line("standardised in place"), 0)
+    assert list(report.texts.values()) == [" ".join([f"w{i}"] * 6) for i in report.examples]
 
 
 def test_a_fault_that_depends_on_the_trainers_own_generator_comes_again(tmp_path):
@@ -432,13 +435,15 @@ def test_a_batch_that_fails_only_once_is_not_passed_over_in_silence(tmp_path):
 class Critic(Trainer):
     """Steps an optimizer of its own inside the step, and catches what goes wrong there."""
 
+    caught: ClassVar[list] = []
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         try:
             self.critics.zero_grad()
             (0 * self.critic(torch.ones(2)).sum()).backward()
             self.critics.step()  # step of the critic
-        except Exception:
-            return torch.zeros(())
+        except Exception as error:
+            self.caught.append(error)
         return super().training_step(model, inputs, num_items_in_batch)
 
 
@@ -450,8 +455,31 @@ def test_an_optimizer_inside_the_step(tmp_path):
     report = located(trainer)
     assert (report.cause, report.source, report.batch) == ("optimizer_underflow", line("step of the critic"), 0)
     assert "critic.weight" in str(report)
+    assert not trainer.caught  # what stops the run is no Exception
     assert same(before, dict(trainer.critic.state_dict()))
     assert not trainer.critics.state
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another one, then scales."""
+
+    def __init__(self, base):
+        self.base = base
+        super().__init__(base.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        p = self.param_groups[0]["params"][0]
+        p.div_(p.new_zeros(()))  # scaled by the outer one
+
+
+def test_an_optimizer_around_another(tmp_path):
+    model = make_model()
+    optimizer = Around(torch.optim.SGD(model.parameters(), lr=1e-3))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    report = located(Trainer(model, arguments(tmp_path), train_dataset=rows(), optimizers=(optimizer, schedule)))
+    assert (report.phase, report.source, report.batch) == ("optimizer", line("scaled by the outer one"), 0)
 
 
 def test_an_optimizer_inside_the_step_goes_back_for_the_replay(tmp_path):
