@@ -410,7 +410,7 @@ def test_a_batch_that_is_changed_in_place_is_replayed_as_it_came(tmp_path):
     data = rows().add_column("feature", [3.0] * 8)
     report = located(changed(tmp_path, standardised, data, processing_class=make_tokenizer()))
     assert (report.cause, report.source, report.batch) == ("zero_over_zero", line("standardised in place"), 0)
-    assert list(report.texts.values()) == [" ".join([f"w{i}"] * 6) for i in report.examples]
+    assert sorted(report.texts.values()) == [" ".join([f"w{i}"] * 6) for i in report.examples]
 
 
 def test_a_fault_that_depends_on_the_trainers_own_generator_comes_again(tmp_path):
