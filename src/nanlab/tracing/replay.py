@@ -8,8 +8,8 @@ them always run under it.
 
 Afterwards all that can be reached from the trainer holds what it held, bit for bit: parameters, gradients, optimizers,
 schedulers, scaler, modules and their hooks, callbacks, collators, generators of random numbers, your own attributes.
-This needs memory for one copy of the tensors. Out of reach are iterators and loaders in use, files, what a data set
-holds in lists and tensors, globals, and programs outside.
+This needs memory for one copy of the tensors. Out of reach are iterators and loaders in use, files, threads, tables and
+clients of other packages, what a data set holds in lists and tensors, and globals.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Hunt:
             raise Found
         given = dict(inputs) if isinstance(inputs, Mapping) else {}  # a step may take entries out
         undo, self.undo = freeze([self.trainer, model, inputs, *generators()], (nn.Parameter, Optimizer, Hunt)), {}
-        result, raised = None, True
+        result, failed = None, True
 
         def call() -> Any:
             nonlocal result
@@ -117,9 +117,9 @@ class Hunt:
             return result[:2] if isinstance(result, tuple) else result  # labels of an evaluation may be missing
 
         with contextlib.suppress(*RAISED):  # it will raise again under the tracer
-            raised = self.failed(model, call())
+            failed = self.failed(model, call())
         steps, self.undo = self.undo, None
-        if not raised:
+        if not failed:
             return result
         for put_back in (*reversed(steps.values()), undo):
             put_back()
@@ -127,10 +127,11 @@ class Hunt:
         self.tracer.scaler_skips = scaler is not None and scaler.get_scale() > 1
         for name, value in given.items():
             self.tracer.name(value, f"batch {name}")
-        self.watching = True
+        self.watching, self.tracer.sinks = True, {}
         report, seen = run(self.tracer, call)
         self.watching = False
-        meant = self.mode == "eval" and report.found and report.story[0].startswith(CONSTANT)  # a NaN among the outputs
+        births = (report, *report.others) if self.mode == "eval" and report.found else ()
+        meant = births and all(b.story[0].startswith(CONSTANT) for b in births)  # NaN written among the outputs
         if report.exception or (report.found and not (meant and not troubled(result[0]))):
             undo()  # for the batch's sake
             self.stop(report, given)
@@ -145,7 +146,7 @@ class Hunt:
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
         """For what runs beside the batches, and counts if it spoils gradients, parameters or optimizer state."""
-        self.watching = True
+        self.watching, self.tracer.sinks = True, {}
         TorchDispatchMode.__enter__(self.tracer)
         try:
             yield
@@ -156,7 +157,7 @@ class Hunt:
         if (report := verdict(self.tracer)).found:
             self.stop(report, {})
 
-    def before_optimizer(self, optimizer: Optimizer, *given: Any) -> Any:
+    def before(self, optimizer: Optimizer, *given: Any) -> Any:
         if self.watching:  # a replay sees to it, or the optimizer around this one
             return None
         if self.undo is not None and optimizer not in self.undo:
@@ -165,7 +166,7 @@ class Hunt:
         self.stack.enter_context(self.traced())
         return self.tracer.before_step(optimizer, *given)
 
-    def after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self.stepping:
             self.stepping = None
             self.tracer.after_step()
@@ -231,10 +232,12 @@ class Hunt:
         if wrong and self.aside:
             self.tracer.sinks = self.aside
             self.report = verdict(self.tracer)
-        if not (self.report.found or self.report.batch is not None):
+        if not self.report.found and self.report.batch is None:
+            raised, begun = self.report.exception, self.batch + 1
+            empty = not (raised or begun)
             said = {
-                f"{self.mode} raised outside of its batches, after {self.batch + 1} had begun.": self.report.exception,
-                f"Not one batch was run: the {self.mode}_dataset is empty, or too small for a batch.": self.batch < 0,
+                f"{self.mode} raised outside of its batches, after {begun} had begun.": raised,
+                f"Not one batch was run: the {self.mode}_dataset is empty, or too small for a batch.": empty,
                 f"Batches {self.irregular} failed, but not when they ran again. {IRREGULAR}": self.irregular,
                 f"Not finite, although no batch was to blame: {', '.join(wrong)}. {BETWEEN}": wrong,
             }
@@ -280,10 +283,7 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
     if getattr(trainer, f"{mode}_dataset", None) is None and not own_loader:
         raise InputError(f"locate(): the trainer has no {mode}_dataset; give it one, or locate() a step of your own")
     hunt, metrics, undo = Hunt(trainer, mode, max_batches), None, freeze([trainer, *generators()])
-    hooks = [
-        register_optimizer_step_pre_hook(hunt.before_optimizer),
-        register_optimizer_step_post_hook(hunt.after_optimizer),
-    ]
+    hooks = [register_optimizer_step_pre_hook(hunt.before), register_optimizer_step_post_hook(hunt.after)]
     try:
         hunt.install()
         with contextlib.suppress(Found), watch_fetches(hunt.fetched), hunt.stack:
