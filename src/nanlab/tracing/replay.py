@@ -174,7 +174,8 @@ class Hunt:
 
     def event(self, original: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
         """In place of the handler's call_event: callbacks do as always, but nothing is saved and nothing evaluated."""
-        with self.traced() if name in AROUND and not self.watching else contextlib.nullcontext():
+        worth_it = name in AROUND and len(self.trainer.callback_handler.callbacks) > 1 and not self.watching
+        with self.traced() if worth_it else contextlib.nullcontext():
             control = original(name, *args, **kwargs)
         control.should_log = control.should_evaluate = control.should_save = False
         return control
