@@ -230,9 +230,9 @@ def code_lines(path: Path) -> int:
     return sum(bool(t.strip()) and not t.strip().startswith("#") and i not in docstrings for i, t in lines)
 
 
-def test_the_code_stays_small():
+def test_the_code_does_not_grow_unnoticed():
     sizes = {path.name: code_lines(path) for path in FOLDER.glob("*.py")}
-    assert sum(sizes.values()) <= 963, sizes
+    assert sum(sizes.values()) <= 1284, sizes
 
 
 def test_tracing_imports_nothing_of_ours_but_the_error():

@@ -665,7 +665,7 @@ def half_head():
 
 
 def categorical(head, x):
-    return Categorical(logits=head(x)).sample()  # categorical
+    return Categorical(logits=head(x), validate_args=True).sample()  # categorical
 
 
 def multinomial(head, x):
@@ -687,7 +687,7 @@ def test_sb3_156():
     seen[2, 1] = np.nan
 
     def step():
-        return Normal(actor(torch.as_tensor(seen)), 1.0).sample()  # sb3-156
+        return Normal(actor(torch.as_tensor(seen)), 1.0, validate_args=True).sample()  # sb3-156
 
     report = locate(step)
     assert isinstance(report.exception, ValueError)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Sequ
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback
 
 from nanlab import locate, watch
-from nanlab.tracing.replay import freeze, generators
+from nanlab.tracing.undo import freeze, generators
 
 NAN = float("nan")
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanlab.errors import InputError
-from nanlab.tracing.replay import is_trainer, locate_in_trainer
+from nanlab.tracing.replay import METHODS, is_trainer, locate_in_trainer
 from nanlab.tracing.report import Report
 from nanlab.tracing.tracer import Tracer, run
 from nanlab.tracing.where import pairs_of
@@ -32,7 +32,7 @@ def locate(
 
     step: a callable without arguments: forward, backward, optimizer step, or a loop of them. It is run **once** and
         does what it does: nothing is undone afterwards. Or a transformers/TRL trainer: its batches are run until one
-        fails, that one is replayed, and everything is put back, bit for bit (see ``nanlab.tracing.replay``).
+        fails, that one is replayed, and everything is put back, bit for bit (see ``nanlab.tracing.replay`` for how, ``.undo`` for what).
     model, optimizer: for names. Without them, what ``step`` refers to is used.
     mode: "train" or "eval"; for a trainer.
     max_batches: give up after so many healthy batches; for a trainer.
@@ -43,10 +43,9 @@ def locate(
     reports its own. On a GPU every check waits for the device; the cost was measured on CPU only.
     Raises `InputError` where ``step`` is neither a callable nor a trainer, or ``mode`` is unknown.
     """
+    check(step, model, optimizer, mode, max_batches)
     if is_trainer(step):
         return locate_in_trainer(step, mode, max_batches)
-    if not callable(step):
-        raise InputError(f"locate(): step is a {type(step).__name__}; give a function without arguments, or a trainer")
     tracer = Tracer()
     for name, value in named_tensors.items():
         tracer.name(value, f"batch {name}")
@@ -65,6 +64,33 @@ def locate(
         if isinstance(o, torch.optim.Optimizer):
             tracer.adopt_optimizer(o)
     return run(tracer, step)[0]
+
+
+def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | None) -> None:
+    """Raises `InputError`, with one line that says what is wrong and what to give instead."""
+    kinds = {"model": (model, nn.Module), "optimizer": (optimizer, torch.optim.Optimizer)}
+    for name, (value, kind) in kinds.items():
+        if value is not None and not isinstance(value, kind):
+            raise InputError(
+                f"locate(): {name} is a {type(value).__name__}; give a torch {kind.__name__}, or leave it out"
+            )
+    if mode not in METHODS:
+        raise InputError(f"locate(): mode is {mode!r}; it is 'train' or 'eval'")
+    if max_batches is not None and (type(max_batches) is not int or max_batches < 1):
+        raise InputError(f"locate(): max_batches is {max_batches!r}; give a whole number from 1, or leave it out")
+    if not isinstance(step, type) and is_trainer(step):
+        return
+    what = "the class" if isinstance(step, type) else "a generator" if inspect.isgeneratorfunction(step) else ""
+    if not what and callable(step):
+        try:
+            inspect.signature(step.forward if isinstance(step, nn.Module) else step).bind()
+        except TypeError:
+            what = "it wants arguments:"
+        except ValueError:  # a builtin that does not say
+            return
+    if what or not callable(step):
+        name = getattr(step, "__name__", type(step).__name__)
+        raise InputError(f"locate(): step is {what or 'a'} {name}; give a function without arguments, or a trainer")
 
 
 def surroundings(step: Callable) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin
 
@@ -39,6 +41,8 @@ LOGARITHM = (
 def is_float(t: object) -> bool:
     """A tensor of real or complex numbers, whose memory can be looked at."""
     if not isinstance(t, Tensor) or isinstance(t, UninitializedTensorMixin) or t.device.type == "meta":
+        return False
+    if isinstance(t, (FakeTensor, FunctionalTensor)):
         return False
     wrapped = t.is_nested or t._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(t)
     return (t.is_floating_point() or t.is_complex()) and not wrapped
@@ -91,11 +95,12 @@ class Birth(SimpleNamespace):
 
     ``inputs``: (argument, tensor, '' or its kind before the operation). ``native``: autograd's own backward, not Python
     code. ``saved``: it meets an inf that forward has saved. ``fresh``: which output elements are new, where inputs and
-    outputs correspond one to one. ``whole``: does a tensor count, so that 0 means that there was nothing? ``made``: was
-    it made in the step? ``eps``: of the optimizer. ``returned``: all that the operation returned.
+    outputs correspond one to one. ``whole``: does a tensor count, so that 0 means that there was nothing? ``made``:
+    by which operation of the step. ``eps``, ``state``: of the optimizer, the numbers and the dtypes. ``returned``: all
+    that the operation returned.
     """
 
-    fresh, native, saved, phase, eps = None, False, False, "", ()
+    fresh, native, saved, phase, eps, state = None, False, False, "", (), ()
 
     def named(self) -> dict[str, object]:
         schema = getattr(self.func, "_schema", None)
@@ -143,9 +148,12 @@ class Birth(SimpleNamespace):
             return bool(zero.any())
         return isinstance(value, (int, float)) and value == 0
 
+    def narrowest(self) -> torch.dtype:
+        """Of the output and the optimizer's state, the one that loses a small number first."""
+        return max({self.out.dtype, *self.state}, key=lambda dtype: torch.finfo(dtype).smallest_normal)
+
     def held(self, number: float) -> float:
-        """What the dtype of the output makes of a number."""
-        return torch.tensor(number, dtype=self.out.dtype).item()
+        return torch.tensor(number, dtype=self.narrowest()).item()
 
     def literal(self) -> str:
         """'nan', 'inf' or '': a non-finite number written as an argument."""
@@ -226,8 +234,8 @@ def diagnose(birth: Birth) -> tuple[str, str]:
     if name == "overflow":
         return name, birth.excess()
     if name == "optimizer_underflow" and birth.eps:
-        dtype = str(birth.out.dtype).removeprefix("torch.")
-        return name, f"eps is {birth.eps[0]:g}, which {dtype} holds as {birth.held(birth.eps[0]):.3g}."
+        dtype, eps = str(birth.narrowest()).removeprefix("torch."), min(birth.eps)
+        return name, f"eps is {eps:g}, which {dtype} holds as {birth.held(eps):.3g}."
     return name, ""
 
 
@@ -238,7 +246,7 @@ def _(b: Birth) -> bool:
     Keep the weights that the optimizer sees in float32 (mixed precision), or load them in bfloat16. The fused optimizer
     and an eps of 1e-4 are finite and still wrong: √v stays 0.
     """
-    lost = any(b.held(e) == 0 for e in b.eps) if b.eps else b.out.element_size() < 4
+    lost = any(b.held(e) == 0 for e in b.eps) if b.eps else torch.finfo(b.narrowest()).bits < 32
     return b.phase == "optimizer" and lost and b.divides_by_zero()
 
 
@@ -265,10 +273,11 @@ def _(b: Birth) -> bool:
     x, other, target = b.get("self"), b.get("other"), b.get("target")
     if "nll_loss" in b.op:
         weight, seen = b.get("weight"), target[target != b.get("ignore_index")]
-        return b.from_finite() and (seen.numel() == 0 or (weight is not None and not weight[seen].any()))
+        return seen.numel() == 0 or (b.from_finite() and weight is not None and not weight[seen].any())
     if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
-    counted = b.whole(other) and (not is_float(x) or b.made(x))  # else 0/0 of measured things
+    measured = is_float(x) and b.made(x) in ("", "sub")  # given as it is, or a deviation
+    counted = b.whole(other) and not measured
     counted |= x.numel() == 1 and not isinstance(other, Tensor)
     return b.kind == "nan" and counted and b.zero(other) and not b.native
 
@@ -282,7 +291,8 @@ def _(b: Birth) -> bool:
     of its result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm.
     """
     nan = b.kind == "nan"
-    edge = b.divides_by_zero() or (nan and not b.too_large()) if b.from_finite() else nan and b.saved
+    pole = b.divides_by_zero() or bool(re.search(LOGARITHM, b.op))
+    edge = pole or (nan and not b.too_large()) if b.from_finite() else nan and b.saved
     return b.native and b.phase == "backward" and edge
 
 

@@ -133,8 +133,11 @@ def excused(name: str, event, tracer) -> bool:
     root = event.root()
     if tracer.scaler_skips and root.cause == "overflow" and root.phase == "backward":
         return not name.startswith(("parameter", "optimizer", "buffer"))  # GradScaler skips it and lowers its scale
-    if name.startswith("values"):  # a mask or a sentinel handed back
-        return root.deliberate or (bool(root.name) and tracer.went_backward)
+    if name.startswith(("values", "masked values")):  # a mask or a sentinel handed back
+        written = root.name.startswith("a constant in")
+        return root.deliberate or written or (bool(root.name) and (tracer.went_backward or name.startswith("masked")))
+    if name.startswith(("variable", "the number")) and root.phase in ("data", "state") and not tracer.speaks:
+        return True  # the step raised for a reason of its own
     return name.startswith(("parameter", "variable", "the number")) and root.deliberate  # a mask kept there
 
 

@@ -99,6 +99,11 @@ def merge(groups) -> tuple[Event, ...]:
     return tuple(sorted({id(e): e for events in groups for e in events}.values(), key=lambda e: e.n)[:8])
 
 
+def like(kind: str, events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """Those that can be behind such a number: where only inf is left, NaN has been dropped."""
+    return tuple(e for e in events if kind == "nan" or e.kind != "nan") or events
+
+
 @functools.cache
 def facts(func) -> tuple[str, tuple, bool, bool]:
     """(name, arguments it writes, is the output a view or uninitialised, does it overwrite without reading)."""
@@ -129,11 +134,12 @@ class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
     ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor).
-    ``forward``: autograd sequence number → (place, operation). ``counts``: storage that forward has written → does it
-    hold counts? ``put``: storages that something bad was copied into, as it was. ``reads``: kind → what is behind the
-    first such number that was read into Python; ``latest``: behind the last such output; ``last``: of any kind;
-    ``chosen``: behind the last whole number made of NaN; ``refused``: behind the arguments of an operation that raised.
-    ``steps``: the optimizers whose step is running, None for a closure. ``setting``: the event of a NaN learning rate.
+    ``forward``: autograd sequence number → (place, operation). ``counts``: storage that forward has written → (does it
+    hold counts? by which operation). ``put``: storages that something bad was copied into, as it was; ``came``: that
+    nothing here has written; ``lifted``: that are made of Python numbers. ``reads``: kind → what is behind the first
+    such number that was read into Python; ``latest``: behind the last such output; ``last``: of any kind; ``chosen``:
+    behind the last whole number made of NaN; ``refused``: behind the arguments of an operation that raised. ``steps``:
+    the optimizers whose step is running, None for a closure. ``settings``: kind → the event of such a learning rate.
     ``outside``: the place that called backward(). ``growth``: (number of the operation, largest |parameter|) before
     each optimizer step.
     """
@@ -143,12 +149,12 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n, self.steps, self.setting, self.outside = 0, [None], None, Place()
-        self.scaler_skips = self.went_backward = False
+        self.n, self.steps, self.settings, self.outside = 0, [None], {}, Place()
+        self.scaler_skips = self.went_backward = self.speaks = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
         self.reads, self.latest, self.counts, self.put, self.growth = {}, {}, {}, set(), []
-        self.last = self.chosen = self.refused = ()
+        self.last, self.chosen, self.refused, self.came, self.lifted = (), (), (), set(), set()
 
     @property
     def stepping(self) -> Optimizer | None:
@@ -216,10 +222,9 @@ class Tracer(TorchDispatchMode):
                 if isinstance(value, (Real, Tensor)) and name != "params" and not math.isfinite(value):
                     kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
                     said = f"{name} is {float(value)} when step() is called."
-                    self.setting = self.event(
-                        label, "state", name=label, kind=kind, cause="bad_state", explanation=said
-                    )
-                    self.sinks.setdefault(label, (self.setting,))
+                    event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
+                    self.settings.setdefault(kind, event)
+                    self.sinks |= {label: (self.settings[kind],)} if kind == "nan" else {}  # some are inf by design
         return tuple(map(self.closure, args)), {k: self.closure(v) for k, v in (kwargs or {}).items()}
 
     def closure(self, value: object) -> object:
@@ -240,10 +245,10 @@ class Tracer(TorchDispatchMode):
         self.steps.pop()
 
     def largest(self) -> float:
-        """The largest finite |parameter| in a sample of each that an optimizer moves."""
+        """The largest |parameter| that an optimizer moves, of those tensors that are finite."""
         groups = (g for o in self.optimizers for g in o.param_groups)
-        samples = [plain(p).flatten()[:4096] for g in groups for p in g["params"] if p.numel()]
-        return max((v for s in samples if math.isfinite(v := s.abs().max().item())), default=math.nan)
+        ranges = [torch.aminmax(plain(p)) for g in groups for p in g["params"] if p.numel()]
+        return max((v for low, high in ranges if math.isfinite(v := max(-low.item(), high.item()))), default=math.nan)
 
     def run_backward(self, tensors, *args, **kwargs):
         """In place of torch.autograd.backward: look at the loss before, at the gradients after."""
@@ -253,6 +258,10 @@ class Tracer(TorchDispatchMode):
         self.went_backward, self.outside = True, self.here()
         for t in roots:
             self.sink("the loss given to backward()", t)
+            reached = [e.root() for e in self.blame(t, kind)] if (kind := bad(t)) else []
+            if all(root.deliberate for root in reached):  # alone, what reaches the loss is not meant
+                for root in reached:
+                    root.deliberate = False
         result = self.backward(tensors, *args, **kwargs)
         with _disable_current_modes():  # now: a guard may throw the gradients away, or another rank have spoilt them
             for p in leaves(roots).values():
@@ -314,6 +323,8 @@ class Tracer(TorchDispatchMode):
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
             self.forward[number] = (self.here(), name)
+        if name == "lift_fresh":
+            self.lifted |= {key_of(t) for t in args if is_float(t)}
         if skip or (not self.taint and self.harmless(name, args)):
             return out
         outs = list({id(t): t for t in (*written, *as_list(out)) if is_float(t)}.values())
@@ -325,6 +336,7 @@ class Tracer(TorchDispatchMode):
                 event = self.event(name, kind=found[0][2].strip("-"), cause="unknown", explanation=f"({error!r})")
                 for _, t, _ in found:
                     self.record(t, (event,))
+        self.came -= set(map(key_of, written))
         self.remember(name, args, out, outs)
         return out
 
@@ -345,11 +357,14 @@ class Tracer(TorchDispatchMode):
             kept = (
                 COUNTS.fullmatch(name) and all(map(self.whole, given)) and (name, len(given)) != ("sub", 1)
             )  # not n − 1
-            self.counts |= dict.fromkeys(map(key_of, outs), bool(kept or SELECTS.fullmatch(name)))
-        kind = bad(args[0]) if not outs and args and is_float(args[0]) else ""
-        if kind and name == "_local_scalar_dense":
-            self.reads.setdefault(kind, self.blame(args[0], kind))
-        elif kind == "nan" and isinstance(out, Tensor) and out.dtype is not torch.bool:
+            self.counts |= dict.fromkeys(map(key_of, outs), (bool(kept or SELECTS.fullmatch(name)), name))
+        drawn = [t for t in as_list(out) if isinstance(t, Tensor) and not is_float(t) and t.dtype is not torch.bool]
+        looks = args and is_float(args[0]) and (drawn or name == "_local_scalar_dense")
+        kind = bad(args[0]) if looks else ""
+        if kind and not drawn:
+            if all(e.phase == "data" for e in self.reads.get(kind, ())):  # a sentinel may have been read before
+                self.reads[kind] = self.blame(args[0], kind)
+        elif kind == "nan":
             self.chosen = self.blame(args[0], kind)  # argmax, long(), a drawn token
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
@@ -362,17 +377,23 @@ class Tracer(TorchDispatchMode):
         if not is_float(value):
             return isinstance(value, (int, Tensor))
         if (key := key_of(value)) in self.counts or not self.forwards():
-            return self.counts.get(key, False)
-        return value.numel() <= LARGEST and not value.requires_grad and bool((value == value.round()).all())
+            return self.counts.get(key, (False,))[0]
+        plainly = value.layout is torch.strided and not value.is_complex() and value.element_size() > 1
+        if not plainly or value.requires_grad or value.numel() > LARGEST:
+            return False
+        return bool((value == value.round()).all())
 
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
         if self.stepping is None:
             return name in COPIES and torch._C._current_graph_task_id() != -1
-        scalar = args[1] if len(args) > 1 else 1.0
-        if not HARMLESS.fullmatch(name) or isinstance(scalar, (list, tuple, Tensor)) != ("lerp" in name):
+        scalar = args[-1] if args else None
+        if not HARMLESS.fullmatch(name) or not isinstance(scalar, (int, float)):
             return False
-        return "lerp" in name or "add" in name or (abs(scalar) <= 1 if "mul" in name else abs(scalar) >= 1e-3)
+        smallest = 1e-3 if as_list(args[0])[0].element_size() >= 4 else 1  # a float32 has room for that
+        return {"lerp": 0 <= scalar <= 1, "mul": abs(scalar) <= 1, "div": abs(scalar) >= smallest}.get(
+            name.removeprefix("_foreach_").rstrip("_"), True
+        )
 
     def note(self, birth: Birth, outs: list[Tensor], found: list, before: dict[int, str | None]) -> None:
         """Some outputs are not finite: carried on from the inputs, or born here?"""
@@ -384,7 +405,7 @@ class Tracer(TorchDispatchMode):
             inputs = [(a, x, before[id(x)] if id(x) in before else bad(x)) for a, x in case.tensors()]
             meant = lambda a, k: a in MASKS and k == "-inf"
             case.inputs = [(a, x, "" if meant(a, k) else k) for a, x, k in inputs if k is not None]
-            blame = {id(x): self.blame(x, k) for _, x, k in case.inputs if k}
+            blame = {id(x): like(kind, self.blame(x, k)) for _, x, k in case.inputs if k}
             carried, parents, is_born = trace(case, blame, before)
             if is_born and born is None:
                 born = self.born(case, parents, id(t) in before)
@@ -399,23 +420,31 @@ class Tracer(TorchDispatchMode):
         event = self.event(birth.op.rstrip("_"), updates=written and birth.out.is_leaf and parameter and not recorded)
         birth.native = event.phase == "backward" and not walk(sys._getframe(1)).lines()
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
-        birth.phase, birth.whole, birth.made = event.phase, self.whole, lambda t: key_of(t) in self.counts
-        given = as_list(self.stepping.param_groups[0].get("eps")) if self.stepping is not None else ()
-        birth.eps = [float(e) for e in given if e is not None]  # Adafactor has two
+        birth.phase, birth.whole, birth.made = (
+            event.phase,
+            self.whole,
+            lambda t: self.counts.get(key_of(t), ("", ""))[1],
+        )
+        groups = self.stepping.param_groups if self.stepping is not None else ()
+        birth.state = {
+            v.dtype for o in [self.stepping] if o for s in o.state.values() for v in s.values() if is_float(v)
+        }
+        birth.eps = [float(e) for g in groups for e in as_list(g.get("eps")) if e is not None]  # Adafactor has two
         (event.cause, event.explanation), event.kind, mask = diagnose(birth), birth.kind.strip("-"), birth.fresh
         number = birth.literal()
         read = self.reads.get(number) or self.reads.get(f"-{number}") or ()
         literal = number == event.kind and not read  # written in the code: a mask, a sentinel, a poisoned number
-        if literal and self.stepping is not None and self.setting:
-            return self.setting
+        if literal and self.stepping is not None and number in self.settings:
+            return self.settings[number]
         if literal and event.phase == "forward":
             event.cause, event.phase, event.name = "bad_input", "data", f"{CONSTANT} {event.op}"
         mask = bad_mask(birth.out) if mask is None else mask
-        mask = mask & torch.isnan(plain(birth.out)) if event.cause in ("zero_times_inf", "inf_minus_inf") else mask
+        mask = mask & torch.isnan(plain(birth.out)) if event.kind == "nan" else mask
         passed_on = birth.op == "_log_softmax" and parents and all(p.deliberate for p in parents)
         selects = event.cause == "log_of_zero" and self.whole(birth.get("self")) and is_mask(birth.out)
         masks = passed_on or literal or (selects and not mask.all())
-        event.parents, event.deliberate = merge([parents, read]), bool(masks) and birth.kind != "nan"
+        event.parents = () if event.cause == "empty_mean" else merge([parents, read])
+        event.deliberate = bool(masks) and birth.kind != "nan"
         inputs = [f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs]
         return event.about(birth.out, mask, inputs=inputs)
 
@@ -454,15 +483,20 @@ class Tracer(TorchDispatchMode):
         (name, cause, whole), known = self.known(x), key_of(x) in self.names
         phase, said = "state" if cause == "bad_state" else "data", ""
         mask = kind == "-inf" and not x.requires_grad and is_mask(x)
-        op, deliberate = name, mask or (x.dim() == 0 and not known and kind != "nan")
-        if torch.distributed.is_initialized() and not known and self.went_backward and self.stepping is None:
+        number = x.dim() == 0 or (x.numel() == 1 and key_of(x) in self.lifted)
+        op, deliberate = name, mask or (number and not known and kind != "nan")
+        reduced = torch.distributed.is_initialized() and self.went_backward and self.stepping is None
+        if reduced and not known and name == UNNAMED:
             op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
         event = self.event(
             op, phase, name=name, cause=cause, kind=kind.strip("-"), explanation=said, deliberate=deliberate
         )
         event = replace(event.about(whole, bad_mask(whole)), phase=phase, inputs=[f"{event.op}: {span(whole)}"])
-        event.parents = () if known else self.reads.get(kind, ())  # made of a bad number that had been read
+        event.amount += ", inf among them" * (kind == "nan" and bool(plain(whole).isinf().any()))
+        if key_of(x) in self.lifted or (name == UNNAMED and not known):  # made of a bad number that had been read
+            event.parents = self.reads.get(kind, ())
         self.record(x, (event,))
+        self.came.add(key_of(x))
         return event
 
     def record(self, t: Tensor, events: tuple[Event, ...]) -> None:
@@ -474,27 +508,31 @@ class Tracer(TorchDispatchMode):
     # -- what should have been finite --------------------------------------------------------------------------------
     def sink(self, name: str, value: object) -> None:
         """Something that ought to be finite: remember whose fault it is, if it is not."""
-        if name in self.sinks:
-            return
+        events, kind = (), ""
         if is_float(value):
-            self.sinks |= {name: self.blame(value, kind)} if (kind := bad(value)) else {}
+            events = self.blame(value, kind) if (kind := bad(value)) else ()
         elif isinstance(value, Tensor):
-            self.sinks |= {name: self.chosen} if self.chosen and value.dtype is not torch.bool else {}
+            events = self.chosen if value.dtype is not torch.bool else ()
         elif isinstance(value, (float, np.floating, np.ndarray)) and np.asarray(value).dtype.kind == "f":
             kind = bad(torch.from_numpy(np.array(value, dtype=np.float64)))
-            unseen = Event(n=self.n, op=name, phase="forward", kind=kind.strip("-"), cause="unknown")
             # Most likely the first bad number that was read; a number that nothing here made is meant, as a part.
-            seen = self.reads.get(kind) or self.latest.get(kind) or (name == "the result" and (unseen,))
-            self.sinks |= {name: seen} if kind and seen else {}
+            meant = lambda e: e.root().deliberate and (kind == "-inf" or kind not in self.reads)
+            events = [e for e in self.reads.get(kind) or self.latest.get(kind) or () if not meant(e)]
+            if kind and not events and name == "the result" and isinstance(value, float):
+                events = (Event(n=self.n, op=name, phase="forward", kind=kind.strip("-"), cause="unknown"),)
+        if events:
+            self.sinks[name] = merge([self.sinks.get(name, ()), events])
 
     def sink_state(self) -> None:
         """Parameters, gradients, optimizer state; buffers only if this step made them NaN."""
-        for name, p in list(self.parameters.values()):  # a bad row that no operation has read is bad all the same
-            self.sink(f"gradient of {name}", p.grad if self.taint else None)
-            self.sink(f"parameter {name}", p)
-        for p, state in (item for o in self.optimizers if self.taint for item in o.state.items()):
-            for name, value in state.items():
-                self.sink(f"optimizer state {name} of {self.name_of(p)}", value)
+        states = [(p, k, v) for o in self.optimizers for p, state in o.state.items() for k, v in state.items()]
+        held = [
+            *((f"gradient of {name}", p.grad) for name, p in self.parameters.values()),
+            *((f"parameter {name}", p) for name, p in self.parameters.values()),
+            *((f"optimizer state {k} of {self.name_of(p)}", v) for p, k, v in states),
+        ]
+        for name, value in held:  # what no operation has met does not matter in this step
+            self.sink(name, value) if is_float(value) and key_of(value) in self.taint else None
         for name, buffer in self.buffers.items() if self.taint else ():
             if is_float(buffer) and bad(buffer) == "nan" and not any(e.name for e in self.blame(buffer, "nan")):
                 self.sink(f"buffer {name}", buffer)
@@ -510,8 +548,9 @@ class Tracer(TorchDispatchMode):
                 ):
                     self.sink(f"variable {label} when the step raised", part)
             trace = trace.tb_next
-        speaks = re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE)
-        self.sinks["the number at which the step raised"] = self.refused or (self.last if speaks else self.chosen)
+        self.speaks = bool(re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE))
+        self.sinks["the number at which the step raised"] = self.refused or (self.last if self.speaks else ())
+        self.sinks["the whole number by which the step raised"] = () if self.speaks else self.chosen
 
 
 def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, tuple, bool]:
@@ -552,6 +591,11 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
     named = {f"result[{k!r}]": v for k, v in result.items()} if isinstance(result, Mapping) else {"the result": result}
     for name, part in named.items():
         for value in (leaf for v in tree_leaves(part) for leaf in tree_leaves(fields_of(v))):
-            tracer.sink(f"values in {name}" if isinstance(value, Tensor) and value.numel() > 1 else name, value)
+            if is_float(value) and (key_of(value) in tracer.came or key_of(value) not in tracer.taint):
+                continue  # handed back as it came in
+            several = isinstance(value, Tensor) and value.numel() > 1
+            below = is_float(value) and bad(value) == "-inf"
+            number = "" if isinstance(value, Tensor) or value is part else "a number in "
+            tracer.sink("masked " * (several and below) + ("values in " if several or below else number) + name, value)
     tracer.sink_state()
     return verdict(tracer, exception), result

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanlab.tracing.causes import bad, is_float, key_of
+from nanlab.tracing.causes import bad, is_float, plain
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
 STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
@@ -104,6 +105,8 @@ def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
         yield name, value
         if value.is_leaf and value.grad is not None:
             yield f"{name}.grad", value.grad
+    elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.flags.writeable:
+        yield name, torch.from_numpy(value)
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
     elif depth and not isinstance(value, (str, type, ModuleType, TorchDispatchMode)):
@@ -124,8 +127,8 @@ def user_variables() -> Iterator[tuple[str, object]]:
 
 def name_in_frames(x: Tensor) -> tuple[str, Tensor]:
     """What the user's code calls this tensor, and the tensor of that name, of which ``x`` may be a view."""
-    key = key_of(x)
+    memory = lambda t: plain(t).untyped_storage().data_ptr()  # what NumPy shares has a storage of its own
     for label, v in (part for variable in user_variables() for part in parts_of(*variable)):
-        if v is x or (is_float(v) and key_of(v) == key and (v.numel() == x.numel() or bad(v))):
+        if v is x or (is_float(v) and memory(v) == memory(x) and (v.numel() == x.numel() or bad(v))):
             return label, v
     return UNNAMED, x
