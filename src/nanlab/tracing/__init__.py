@@ -32,7 +32,8 @@ def locate(
 
     step: a callable without arguments: forward, backward, optimizer step, or a loop of them. It is run **once** and
         does what it does: nothing is undone afterwards. Or a transformers/TRL trainer: its batches are run until one
-        fails, that one is replayed, and everything is put back, bit for bit (see ``nanlab.tracing.replay`` for how, ``.undo`` for what).
+        fails, that one is replayed, and everything is put back, bit for bit (how: ``nanlab.tracing.replay``; what:
+        ``nanlab.tracing.undo``).
     model, optimizer: for names. Without them, what ``step`` refers to is used.
     mode: "train" or "eval"; for a trainer.
     max_batches: give up after so many healthy batches; for a trainer.
@@ -41,7 +42,8 @@ def locate(
     A step that raises gives a report too: up to there, with ``report.exception``. Compiled models run eagerly here,
     and the inside of one fused kernel (flex_attention, Triton) is one operation. Each process of a distributed run
     reports its own. On a GPU every check waits for the device; the cost was measured on CPU only.
-    Raises `InputError` where ``step`` is neither a callable nor a trainer, or ``mode`` is unknown.
+    Raises `InputError`, in one line, where ``step`` is neither a function without arguments nor a trainer, or another
+    argument is not what it should be.
     """
     check(step, model, optimizer, mode, max_batches)
     if is_trainer(step):
