@@ -25,6 +25,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 LARGEST = 1 << 22  # elements; a larger operation is not done again in float64
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+COPIES = ("cat", "clone", "stack", "index", "gather", "_to_copy")
 MASKS = ("attn_mask", "attn_bias")  # a −inf in these is meant
 SOFTMAX = r"softmax|logsumexp|attention"
 DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
@@ -276,7 +277,8 @@ def _(b: Birth) -> bool:
         return seen.numel() == 0 or (b.from_finite() and weight is not None and not weight[seen].any())
     if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
-    measured = is_float(x) and b.made(x) in ("", "sub")  # given as it is, or a deviation
+    given = is_float(other) and not b.made(other)  # then it counts only if what it divides is a sum, or like one
+    measured = is_float(x) and (not b.made(x) or (given and b.made(x) in ("sub", *COPIES)))
     counted = b.whole(other) and not measured
     counted |= x.numel() == 1 and not isinstance(other, Tensor)
     return b.kind == "nan" and counted and b.zero(other) and not b.native

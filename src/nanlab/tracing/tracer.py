@@ -26,7 +26,20 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from nanlab.tracing.causes import LARGEST, MASKS, Birth, as_list, bad, bad_mask, diagnose, is_float, key_of, plain, span
+from nanlab.tracing.causes import (
+    COPIES,
+    LARGEST,
+    MASKS,
+    Birth,
+    as_list,
+    bad,
+    bad_mask,
+    diagnose,
+    is_float,
+    key_of,
+    plain,
+    span,
+)
 from nanlab.tracing.report import Report, verdict
 from nanlab.tracing.where import UNNAMED, USER, Place, line_of, name_in_frames, parts_of, user_variables, walk, whose
 
@@ -34,7 +47,7 @@ UNSEEN_OR_SHARED = ("empty", "resize_", "set_", "new_empty", "_unsafe_view")
 OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random)_|.*\.(\w+_)?out")
 # In an optimizer step these cannot make a finite number bad: averages, shrinking by a factor, adding a constant.
 HARMLESS = re.compile(r"(_foreach_)?(lerp|mul|add|div)_?")
-COPIES = ("slice_backward", "cat", "clone")  # of gradients that have been looked at
+LOOKED_AT = ("slice_backward", "cat", "clone")  # copies of gradients
 CONSTANT = "a constant in"
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 # Numbers that say what counts, and the operations that keep them so: a 0 among them means that there was nothing.
@@ -386,7 +399,7 @@ class Tracer(TorchDispatchMode):
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
         if self.stepping is None:
-            return name in COPIES and torch._C._current_graph_task_id() != -1
+            return name in LOOKED_AT and torch._C._current_graph_task_id() != -1
         scalar = args[-1] if args else None
         if not HARMLESS.fullmatch(name) or not isinstance(scalar, (int, float)):
             return False
@@ -411,7 +424,7 @@ class Tracer(TorchDispatchMode):
                 born = self.born(case, parents, id(t) in before)
             self.last = self.latest[kind] = (*carried, born) if is_born else carried
             self.record(t, self.last)
-            if before.get(id(t), "") is None or birth.op in (*COPIES, "stack", "_to_copy") or (born and born.name):
+            if before.get(id(t), "") is None or birth.op in COPIES or (born and born.name):
                 self.put.add(key_of(t))
 
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
