@@ -430,7 +430,7 @@ def test_a_distribution_that_checks_its_parameters_raises():
     w, x = leaf(shape=(3,)), torch.zeros(2, 3)
 
     def step():
-        return torch.distributions.Normal((x / x.std(0)) @ w, 1.0).sample()  # refused by Normal
+        return torch.distributions.Normal((x / x.std(0)) @ w, 1.0, validate_args=True).sample()  # refused by Normal
 
     report = locate(step)
     assert isinstance(report.exception, ValueError)
@@ -1229,3 +1229,63 @@ def test_the_maximum_of_a_row_without_anything_meets_weights_of_both_signs():
     report = locate(step)
     assert verdict(report) == ("inf_minus_inf", "forward", line("both signs")), str(report)
     assert report.rows == [1]
+
+
+# -- a count after one more operation --------------------------------------------------------------------------------
+THROUGH = {
+    "pad": lambda m: F.pad(m, (0, 1)),
+    "clamp": lambda m: m.clamp(0, 1),
+    "where": lambda m: torch.where(m > 0, 1.0, 0.0),
+    "minimum": lambda m: torch.minimum(m, torch.ones_like(m)),
+    "cumprod": lambda m: m.cumprod(1),
+    "index_select": lambda m: m.index_select(1, torch.arange(4)),
+    "max_pool": lambda m: F.max_pool1d(m, 1),
+    "nan_to_num": torch.nan_to_num,
+}
+
+
+@pytest.mark.parametrize("name", THROUGH)
+def test_a_mask_of_zeros_stays_a_mask_through_one_more_operation(name):
+    per_token, labels = leaf(shape=(2, 4)), torch.full((2, 4), -100)
+
+    def step():
+        mask = THROUGH[name]((labels != -100).float())[:, :4]
+        loss = (per_token * mask).sum() / mask.sum()  # nothing passed
+        loss.backward()
+        return loss
+
+    assert verdict(locate(step)) == ("empty_mean", "forward", line("nothing passed"))
+
+
+def test_a_count_that_was_read_as_a_float_is_a_count():
+    hidden, mask = leaf(shape=(2, 4, 3)), torch.zeros(2, 4)
+
+    def step():
+        pooled = (hidden * mask[..., None]).sum(1) / mask.sum().item()  # read as a float
+        pooled.sum().backward()
+
+    assert verdict(locate(step)) == ("empty_mean", "forward", line("read as a float"))
+
+
+def test_a_logarithm_of_a_count_that_becomes_nan_at_once_is_no_mask():
+    experts = torch.tensor([0, 0, 0])
+
+    def step():
+        load = F.one_hot(experts, 2).float().mean(0)
+        return -(load * load.log()).sum()  # log of a load
+
+    assert verdict(locate(step)) == ("log_of_zero", "forward", line("log of a load"))
+
+
+def test_scores_by_their_range_and_weights_by_their_sum_are_no_means():
+    scores, weights = torch.ones(4), torch.tensor([-1.0, -2.0])
+
+    def spread():
+        return ((scores - scores.mean()) / (scores.max() - scores.min())).sum()  # by their range
+
+    def normalise():
+        kept = weights.clamp(min=0)
+        return (kept / kept.sum()).sum()  # by their sum
+
+    assert verdict(locate(spread)) == ("zero_over_zero", "forward", line("by their range"))
+    assert verdict(locate(normalise)) == ("zero_over_zero", "forward", line("by their sum"))

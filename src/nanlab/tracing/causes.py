@@ -264,7 +264,7 @@ def _(b: Birth) -> bool:
     return isinstance(x, Tensor) and x.numel() > 0 and bool(x.isneginf().all(-1 if dim is None else dim).any())
 
 
-@row("empty_mean", r"mean|median|quantile|loss|cross_entropy|var|std|^div", "03_empty_batch")
+@row("empty_mean", r"mean|median|quantile|loss|cross_entropy|segment_reduce|var|std|^div", "03_empty_batch")
 def _(b: Birth) -> bool:
     """A mean over nothing: no element was selected, so the sum 0 is divided by the count 0.
 
@@ -275,11 +275,16 @@ def _(b: Birth) -> bool:
     if "nll_loss" in b.op:
         weight, seen = b.get("weight"), target[target != b.get("ignore_index")]
         return seen.numel() == 0 or (b.from_finite() and weight is not None and not weight[seen].any())
+    if b.op == "segment_reduce":
+        return bool((b.get("lengths") == 0).any())
     if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
-    given = is_float(other) and not b.made(other)  # then it counts only if what it divides is a sum, or like one
-    measured = is_float(x) and (not b.made(x) or (given and b.made(x) in ("sub", *COPIES)))
-    counted = b.whole(other) and not measured
+    # Given as it is; a deviation by a given spread or by a range; or weights by their own sum: no mean of a selection.
+    spread = is_float(other) and b.made(other) in ("", "sub")
+    measured = not b.made(x) or (spread and b.made(x) in ("sub", *COPIES))
+    weights = b.whole(x) and b.made(x) in ("clamp", *COPIES)
+    measured |= weights and isinstance(other, Tensor) and x.numel() > other.numel()
+    counted = b.whole(other) and not (is_float(x) and measured)
     counted |= x.numel() == 1 and not isinstance(other, Tensor)
     return b.kind == "nan" and counted and b.zero(other) and not b.native
 

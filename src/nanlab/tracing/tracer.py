@@ -51,10 +51,12 @@ LOOKED_AT = ("slice_backward", "cat", "clone")  # copies of gradients
 CONSTANT = "a constant in"
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 # Numbers that say what counts, and the operations that keep them so: a 0 among them means that there was nothing.
-SELECTS = re.compile(r"(new_)?(zeros|ones)(_like)?|eye")
+SELECTS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|eye|scalar_tensor")
 COUNTS = re.compile(
     r"(nan)?sum|mean|cumsum|b?mm|mv|dot|bincount|histc|(scatter|index)_add_?|(div|mul|add|r?sub|copy|fill|masked_fill)_?"
-    r"|_to_copy|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter_?|gather|where|repeat.*|tril|triu"
+    r"|_to_copy|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter_?|gather|where|repeat.*|tril|triu|clamp.*"
+    r"|(max|min)(imum)?|amax|amin|cumprod|prod|nan_to_num|constant_pad_nd|.*pool.*|upsample.*|embedding"
+    r"|index_select|masked_select|scatter_reduce"
 )
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 
@@ -86,7 +88,10 @@ class Event(Report):
         """The earliest ancestor that was not put there on purpose; else this event."""
         # An inf that backward meets in a saved value, but that never reached the loss, does not matter by itself.
         saved = lambda p: self.phase == "backward" and p.phase == "forward" and p.cause != "masked_row"
-        real = [root for root in (p.root() for p in self.parents if not saved(p)) if not root.deliberate]
+        # A mask made by a logarithm meets a softmax before it becomes NaN; what becomes so at once was none.
+        no_mask = lambda root: self.kind == "nan" and root in self.parents and root.op.startswith("log")
+        roots = [p.root() for p in self.parents if not saved(p)]
+        real = [root for root in roots if not root.deliberate or no_mask(root)]
         if self.cause == "masked_row":  # a mask may be the logarithm of 0 and 1, or a bias that came in
             real = [root for root in real if root.cause not in ("log_of_zero", "bad_input")]
         return min(real, key=lambda e: e.n) if real else self
@@ -150,11 +155,11 @@ class Tracer(TorchDispatchMode):
     ``forward``: autograd sequence number → (place, operation). ``counts``: storage that forward has written → (does it
     hold counts? by which operation). ``put``: storages that something bad was copied into, as it was; ``came``: that
     nothing here has written; ``lifted``: that are made of Python numbers. ``reads``: kind → what is behind the first
-    such number that was read into Python; ``latest``: behind the last such output; ``last``: of any kind; ``chosen``:
-    behind the last whole number made of NaN; ``refused``: behind the arguments of an operation that raised. ``steps``:
-    the optimizers whose step is running, None for a closure. ``settings``: kind → the event of such a learning rate.
-    ``outside``: the place that called backward(). ``growth``: (number of the operation, largest |parameter|) before
-    each optimizer step.
+    such number that was read into Python; ``none_read``: was the last 0 that was read a count? ``latest``: kind →
+    what is behind the last such output; ``last``: of any kind; ``chosen``: behind the last whole number made of NaN;
+    ``refused``: behind the arguments of an operation that raised. ``steps``: the optimizers whose step is running, None
+    for a closure. ``settings``: kind → the event of such a learning rate. ``outside``: the place that called
+    backward(). ``growth``: (number of the operation, largest |parameter|) before each optimizer step.
     """
 
     supports_higher_order_operators = True
@@ -163,7 +168,7 @@ class Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.n, self.steps, self.settings, self.outside = 0, [None], {}, Place()
-        self.scaler_skips = self.went_backward = self.speaks = False
+        self.scaler_skips = self.went_backward = self.speaks = self.none_read = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
         self.reads, self.latest, self.counts, self.put, self.growth = {}, {}, {}, set(), []
@@ -371,6 +376,8 @@ class Tracer(TorchDispatchMode):
                 COUNTS.fullmatch(name) and all(map(self.whole, given)) and (name, len(given)) != ("sub", 1)
             )  # not n − 1
             self.counts |= dict.fromkeys(map(key_of, outs), (bool(kept or SELECTS.fullmatch(name)), name))
+        if name == "_local_scalar_dense" and out == 0:
+            self.none_read = self.whole(args[0])
         drawn = [t for t in as_list(out) if isinstance(t, Tensor) and not is_float(t) and t.dtype is not torch.bool]
         looks = args and is_float(args[0]) and (drawn or name == "_local_scalar_dense")
         kind = bad(args[0]) if looks else ""
@@ -388,7 +395,7 @@ class Tracer(TorchDispatchMode):
     def whole(self, value: object) -> bool:
         """Does it count, or select? Then a 0 in it means that there was nothing."""
         if not is_float(value):
-            return isinstance(value, (int, Tensor))
+            return isinstance(value, (int, Tensor)) or (isinstance(value, float) and self.none_read)
         if (key := key_of(value)) in self.counts or not self.forwards():
             return self.counts.get(key, (False,))[0]
         plainly = value.layout is torch.strided and not value.is_complex() and value.element_size() > 1
