@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import lines_of
 from torch import nn
 
 from nanlab import locate
 
-HERE = Path(__file__).name
+line = lines_of(__file__)
 CASEBOOK = Path(__file__).resolve().parents[1].parent / "shared" / "casebook.jsonl"
 INF = math.inf
 CASES: dict[str, tuple] = {}
@@ -24,11 +25,6 @@ NOT_FOR_LOCATE = {
     "trl-6702": "the log replaces the step's NaN; locate on the step itself finds any cause (autopsy)",
     "trl-1386": "a metric averaged over ranks outside the step: metric only (autopsy)",
 }
-
-
-def line(name: str) -> str:
-    text = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + name))}"
 
 
 def case(name: str, cause: str, phase: str = "forward", **options):

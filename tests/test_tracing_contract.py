@@ -3,13 +3,13 @@
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from marks import healthy, leaf, lines_of, verdict
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -17,33 +17,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from nanlab import locate
 from nanlab.errors import InputError
 
-HERE = Path(__file__).name
+line = lines_of(__file__)
 INF, NAN = math.inf, math.nan
-
-
-def line(marker: str) -> str:
-    text = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
-
-
-def verdict(report) -> tuple:
-    return report.cause, report.phase, report.source
 
 
 def others(report) -> list[tuple]:
     return [(other.cause, other.source) for other in report.others]
 
 
-def healthy(report) -> bool:
-    return not report.found and report.exception is None
-
-
 def net(dtype=torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(dtype)
-
-
-def leaf(*values: float, dtype=torch.float32) -> nn.Parameter:
-    return nn.Parameter(torch.tensor(values, dtype=dtype))
 
 
 def sgd(*models, lr: float = 0.1):

@@ -8,27 +8,22 @@ import io
 import math
 from collections import namedtuple
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import lines_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from nanlab import locate
 
-HERE = Path(__file__).name
+line = lines_of(__file__)
 INF, NAN = math.inf, math.nan
 LATER, LAST, BANNED = torch.ones(5, 5).triu(1).bool(), torch.tensor([0, 0, 1]).bool(), torch.tensor([0, 1, 0]).bool()
 HEALTHY, PLANTED = [], []
-
-
-def line(marker: str) -> str:
-    text = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
 
 
 def planted(cause: str, phase: str):

@@ -3,23 +3,18 @@
 import copy
 import linecache
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import lines_of
 from torch import nn
 
 from nanlab import locate
 from nanlab.tracing.causes import CAUSES
 
-HERE = Path(__file__).name
+line = lines_of(__file__)
 INF, NAN = math.inf, math.nan
-
-
-def line(marker: str) -> str:
-    text = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
 
 
 # -- a run that diverges ---------------------------------------------------------------------------------------------

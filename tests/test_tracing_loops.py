@@ -4,37 +4,20 @@ import math
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import healthy, leaf, lines_of, verdict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanlab import locate
 
-HERE = Path(__file__).name
+line = lines_of(__file__)
 INF, NAN = math.inf, math.nan
-
-
-def line(marker: str) -> str:
-    text = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
-
-
-def verdict(report) -> tuple:
-    return report.cause, report.phase, report.source
-
-
-def healthy(report) -> bool:
-    return not report.found and report.exception is None
-
-
-def leaf(*values: float, shape=(), dtype=torch.float32) -> nn.Parameter:
-    return nn.Parameter((torch.randn(shape) if shape else torch.tensor(values)).to(dtype))
 
 
 @pytest.fixture(autouse=True)

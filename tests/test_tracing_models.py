@@ -4,10 +4,10 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from marks import lines_of
 from torch import nn
 from transformers import (
     BertConfig,
@@ -22,7 +22,7 @@ from transformers import (
 
 from nanlab import locate
 
-HERE = Path(__file__).name
+line = lines_of(__file__)
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64}
 MODELS = {
     "bert": (BertForMaskedLM, BertConfig, {}),
@@ -30,11 +30,6 @@ MODELS = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
     "qwen": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 2}),
 }
-
-
-def line(marker: str) -> str:
-    text = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
 
 
 def make(name: str, attention: str = "eager", **config) -> nn.Module:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import lines_of
 from torch import nn
 
 import nanlab.tracing
@@ -18,13 +19,8 @@ from nanlab import locate
 from nanlab.errors import InputError
 from nanlab.tracing import Report
 
-HERE = Path(__file__).name
+line = lines_of(__file__)
 FOLDER = Path(nanlab.tracing.__file__).parent
-
-
-def line(marker: str) -> str:
-    text = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
 
 
 def test_the_story_goes_from_the_inf_to_the_nan_to_where_it_surfaced():
@@ -261,3 +257,28 @@ def test_two_buffers_that_were_bad_alike_are_named_in_the_same_order_every_time(
     norm.running_mean[1] = norm.running_var[1] = torch.nan
     x = torch.randn(3, 4)
     assert {locate(lambda: norm(x).sum(), model=norm).op for _ in range(20)} == {"buffer running_mean"}
+
+
+def test_a_failure_while_remembering_does_not_break_the_step_either(monkeypatch):
+    def broken(*_):
+        raise KeyError("no such storage")
+
+    monkeypatch.setattr("nanlab.tracing.tracer.Tracer.remember", broken)
+    report = locate(lambda: torch.log(torch.zeros(2)).sum())  # not remembered
+    assert report.exception is None
+    assert (report.found, report.source) == (True, line("not remembered"))
+
+
+def test_what_an_operation_refused_is_forgotten_once_the_step_went_on():
+    w = nn.Parameter(torch.zeros(2))
+
+    def step():
+        try:
+            torch.log(w) @ torch.ones(3)
+        except RuntimeError:
+            (w + 1).sum().backward()
+        raise LookupError("of another reason")
+
+    report = locate(step)
+    assert not report.found, str(report)
+    assert isinstance(report.exception, LookupError)

@@ -1,7 +1,6 @@
 """Public reports of NaN and inf beyond the casebook, each in miniature; the docstring says where it was reported."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from datasets import Dataset
+from marks import leaf, lines_of, verdict
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -21,21 +21,8 @@ from trl.trainer.utils import entropy_from_logits
 
 from nanlab import locate
 
-HERE = Path(__file__).name
+line = lines_of(__file__)
 INF, NAN = math.inf, math.nan
-
-
-def line(marker: str) -> str:
-    text = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
-
-
-def verdict(report) -> tuple:
-    return report.cause, report.phase, report.source
-
-
-def leaf(*values: float, shape=(), dtype=torch.float32) -> nn.Parameter:
-    return nn.Parameter((torch.randn(shape) if shape else torch.tensor(values)).to(dtype))
 
 
 def llama(kind=transformers.LlamaForCausalLM, **more):

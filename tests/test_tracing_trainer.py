@@ -2,7 +2,6 @@
 
 import copy
 import random
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from marks import lines_of
 from packaging.version import Version
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,13 +26,8 @@ from transformers import (
 from nanlab import locate
 from nanlab.errors import InputError
 
-HERE = Path(__file__).name
+line = lines_of(__file__)
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
-
-
-def line(marker: str) -> str:
-    text = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{HERE}:{next(i for i, t in enumerate(text, 1) if t.endswith('# ' + marker))}"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -14,7 +14,7 @@ from nanlab.errors import InputError
 from nanlab.tracing.replay import METHODS, is_trainer, locate_in_trainer
 from nanlab.tracing.report import Report
 from nanlab.tracing.tracer import Tracer, run
-from nanlab.tracing.where import pairs_of
+from nanlab.tracing.where import with_entries
 
 __all__ = ["Report", "locate"]
 
@@ -54,15 +54,14 @@ def locate(
         for key, entry in value.items() if isinstance(value, Mapping) else ():
             tracer.name(entry, f"{name} {key}")
     around = surroundings(step)
-    held = [(f"{name}[{k!r}]", v) for name, value in around.items() for k, v in pairs_of(value)]
-    around |= {name: v for name, v in held if isinstance(v, (nn.Module, torch.optim.Optimizer))}
-    models = {"": model} if model is not None else {k: v for k, v in around.items() if isinstance(v, nn.Module)}
+    held = dict(with_entries(around))
+    models = {"": model} if model is not None else {k: v for k, v in held.items() if isinstance(v, nn.Module)}
     for name, m in models.items():
         tracer.adopt(m, f"{name}." if len(models) > 1 else "")
     for name, value in around.items():
         if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
             tracer.adopt_parameter(name, value)
-    for o in [optimizer] if optimizer is not None else around.values():
+    for o in [optimizer] if optimizer is not None else held.values():
         if isinstance(o, torch.optim.Optimizer):
             tracer.adopt_optimizer(o)
     return run(tracer, step)[0]
@@ -80,19 +79,23 @@ def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | N
         raise InputError(f"locate(): mode is {mode!r}; it is 'train' or 'eval'")
     if max_batches is not None and (type(max_batches) is not int or max_batches < 1):
         raise InputError(f"locate(): max_batches is {max_batches!r}; give a whole number from 1, or leave it out")
-    if not isinstance(step, type) and is_trainer(step):
-        return
-    what = "the class" if isinstance(step, type) else "a generator" if inspect.isgeneratorfunction(step) else ""
-    if not what and callable(step):
-        try:
-            inspect.signature(step.forward if isinstance(step, nn.Module) else step).bind()
-        except TypeError:
-            what = "it wants arguments:"
-        except ValueError:  # a builtin that does not say
-            return
-    if what or not callable(step):
+    problems = {
+        "is the class": isinstance(step, type),
+        "is a": not callable(step) and not is_trainer(step),
+        "is the generator": inspect.isgeneratorfunction(step),
+        "wants arguments:": callable(step) and wants_arguments(step),
+    }
+    if problem := next((text for text, so in problems.items() if so), ""):
         name = getattr(step, "__name__", type(step).__name__)
-        raise InputError(f"locate(): step is {what or 'a'} {name}; give a function without arguments, or a trainer")
+        raise InputError(f"locate(): step {problem} {name}; give a function without arguments, or a trainer")
+
+
+def wants_arguments(step: Callable) -> bool:
+    try:
+        inspect.signature(step.forward if isinstance(step, nn.Module) else step).bind()
+    except (TypeError, ValueError) as error:  # a ValueError: a builtin that does not say
+        return isinstance(error, TypeError)
+    return False
 
 
 def surroundings(step: Callable) -> dict[str, Any]:

@@ -18,13 +18,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import UninitializedTensorMixin
+
+from nanlab.tracing.values import as_list, bad_mask, is_float, plain
 
 LARGEST = 1 << 22  # elements; a larger operation is not done again in float64
-COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+CONSTANT = "a constant in"  # how the name of a number begins that is written in the code
 COPIES = ("cat", "clone", "stack", "index", "gather", "_to_copy")
 MASKS = ("attn_mask", "attn_bias")  # a −inf in these is meant
 SOFTMAX = r"softmax|logsumexp|attention"
@@ -36,58 +34,6 @@ LOGARITHM = (
     r"^(_foreach_)?(log|log2|log10|log1p|logit|xlogy|_log_softmax|log_sigmoid_forward)_?$"
     r"|ctc_loss|special_xlog1py|slogdet"
 )
-
-
-# -- numbers ---------------------------------------------------------------------------------------------------------
-def is_float(t: object) -> bool:
-    """A tensor of real or complex numbers, whose memory can be looked at."""
-    if not isinstance(t, Tensor) or isinstance(t, UninitializedTensorMixin) or t.device.type == "meta":
-        return False
-    if isinstance(t, (FakeTensor, FunctionalTensor)):
-        return False
-    wrapped = t.is_nested or t._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(t)
-    return (t.is_floating_point() or t.is_complex()) and not wrapped
-
-
-def plain(t: Tensor) -> Tensor:
-    """The numbers of ``t`` as a strided, real tensor, in the same memory where possible."""
-    t = t.detach()
-    if t.layout is not torch.strided:
-        t = t._values() if t.layout is torch.sparse_coo else t.values() if t.layout in COMPRESSED else t.to_dense()
-    return torch.view_as_real(t.conj() if t.is_conj() else t) if t.is_complex() else t
-
-
-def key_of(t: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(plain(t).untyped_storage())
-
-
-def bad(t: Tensor) -> str:
-    """'' | 'inf' | '-inf' | 'nan': the worst value in ``t``. One sum if healthy; as that may overflow, look twice if
-    not."""
-    if t.layout is not torch.strided or t.is_complex() or t.element_size() == 1:
-        t = plain(t).float()
-    if t.numel() == 0 or math.isfinite(t.sum().item()):
-        return ""
-    low, high = (v.item() for v in torch.aminmax(t))
-    return "nan" if high != high else "inf" if high == math.inf else "-inf" if low == -math.inf else ""
-
-
-def bad_mask(t: Tensor) -> Tensor:
-    return ~torch.isfinite(plain(t))
-
-
-def span(t: Tensor) -> str:
-    """Shape, dtype, range of the finite values, and how many are zero, inf or NaN."""
-    t = plain(t)
-    text, good = f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}", t[torch.isfinite(t)]
-    if good.numel():
-        text += " in [{:.3g}, {:.3g}]".format(*(v.item() for v in torch.aminmax(good)))
-    counts = {"zero": (t == 0).sum(), "inf": torch.isinf(t).sum(), "nan": torch.isnan(t).sum()}
-    return text + "".join(f", {int(n)} {name}" for name, n in counts.items() if n) + ", empty" * (t.numel() == 0)
-
-
-def as_list(value: object) -> list | tuple:
-    return value if isinstance(value, (list, tuple)) else [value]
 
 
 # -- one operation whose output went bad -----------------------------------------------------------------------------
@@ -162,6 +108,18 @@ class Birth(SimpleNamespace):
             v for a in self.named().values() for v in as_list(a) if isinstance(v, float) and not math.isfinite(v)
         ]
         return "nan" if any(v != v for v in numbers) else "inf" if numbers else ""
+
+    def measured(self, x: Tensor, other: object) -> bool:
+        """Is x / other no mean of a selection, although ``other`` holds whole numbers?
+
+        Then x came in as it is, or is a deviation by a given spread or by a range, or weights by their own sum.
+        """
+        if not is_float(x) or not isinstance(other, Tensor):
+            return False
+        spread = is_float(other) and self.made(other) in ("", "sub")
+        deviation = spread and self.made(x) in ("sub", *COPIES)
+        weights = self.whole(x) and self.made(x) in ("clamp", *COPIES) and x.numel() > other.numel()
+        return not self.made(x) or deviation or weights
 
     def from_finite(self) -> bool:
         return not any(kind for _, _, kind in self.inputs) and not self.literal()
@@ -279,14 +237,8 @@ def _(b: Birth) -> bool:
         return bool((b.get("lengths") == 0).any())
     if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
-    # Given as it is; a deviation by a given spread or by a range; or weights by their own sum: no mean of a selection.
-    spread = is_float(other) and b.made(other) in ("", "sub")
-    measured = not b.made(x) or (spread and b.made(x) in ("sub", *COPIES))
-    weights = b.whole(x) and b.made(x) in ("clamp", *COPIES)
-    measured |= weights and isinstance(other, Tensor) and x.numel() > other.numel()
-    counted = b.whole(other) and not (is_float(x) and measured)
-    counted |= x.numel() == 1 and not isinstance(other, Tensor)
-    return b.kind == "nan" and counted and b.zero(other) and not b.native
+    counted = b.whole(other) if isinstance(other, Tensor) else b.whole(other) or x.numel() == 1
+    return b.kind == "nan" and counted and b.zero(other) and not b.native and not b.measured(x, other)
 
 
 @row("gradient_at_edge", r"", "04_log_of_zero")

@@ -29,10 +29,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from nanlab.errors import InputError
-from nanlab.tracing.causes import bad, is_float
+from nanlab.tracing.causes import CONSTANT
 from nanlab.tracing.report import Report, verdict
-from nanlab.tracing.tracer import CONSTANT, RAISED, Tracer, run
+from nanlab.tracing.tracer import RAISED, Tracer, run
 from nanlab.tracing.undo import freeze, generators
+from nanlab.tracing.values import bad, is_float
+from nanlab.tracing.where import with_entries
 
 METHODS = {"train": "training_step", "eval": "prediction_step"}
 LIBRARIES = ("transformers.", "trl.", "nanlab.guard")
@@ -91,10 +93,9 @@ class Hunt:
             if (own := getattr(trainer, name, None)) is not None:
                 setattr(trainer, name, functools.partial(self.measure, own))
         self.tracer.adopt(trainer.model)
-        for name, value in vars(trainer).items():
-            entries = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-            for label, held in ((name, value), *((f"{name}[{k!r}]", v) for k, v in entries)):
-                self.tracer.adopt(held, f"{label}.") if isinstance(held, nn.Module) else None
+        for name, held in with_entries(vars(trainer)):
+            if isinstance(held, nn.Module):
+                self.tracer.adopt(held, f"{name}.")
 
     def step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of training_step or prediction_step."""

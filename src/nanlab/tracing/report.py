@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from html import escape
 
-from nanlab.tracing.causes import CAUSES
+from nanlab.tracing.causes import CAUSES, CONSTANT
 
 CARD = (  # the colours come from the page, so that the card is readable on a light and on a dark one
     "<section style='border:1px solid currentColor;border-left:6px solid {};border-radius:4px;padding:.6em 1em;"
@@ -134,9 +134,9 @@ def excused(name: str, event, tracer) -> bool:
     if tracer.scaler_skips and root.cause == "overflow" and root.phase == "backward":
         return not name.startswith(("parameter", "optimizer", "buffer"))  # GradScaler skips it and lowers its scale
     if name.startswith(("values", "masked values")):  # a mask or a sentinel handed back
-        written = root.name.startswith("a constant in")
-        return root.deliberate or written or (bool(root.name) and (tracer.went_backward or name.startswith("masked")))
-    if name.startswith(("variable", "the number")) and root.phase in ("data", "state") and not tracer.speaks:
+        given = bool(root.name) and (tracer.went_backward or name.startswith("masked"))
+        return root.deliberate or root.name.startswith(CONSTANT) or given
+    if name.startswith(("variable", "the number")) and root.phase in ("data", "state") and not tracer.raised_about_nan:
         return True  # the step raised for a reason of its own
     return name.startswith(("parameter", "variable", "the number")) and root.deliberate  # a mask kept there
 

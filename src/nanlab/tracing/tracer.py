@@ -26,29 +26,21 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from nanlab.tracing.causes import (
-    COPIES,
-    LARGEST,
-    MASKS,
-    Birth,
-    as_list,
-    bad,
-    bad_mask,
-    diagnose,
-    is_float,
-    key_of,
-    plain,
-    span,
-)
+from nanlab.tracing.causes import CONSTANT, COPIES, LARGEST, MASKS, Birth, diagnose
 from nanlab.tracing.report import Report, verdict
+from nanlab.tracing.values import as_list, bad, bad_mask, is_float, key_of, plain, span
 from nanlab.tracing.where import UNNAMED, USER, Place, line_of, name_in_frames, parts_of, user_variables, walk, whose
 
 UNSEEN_OR_SHARED = ("empty", "resize_", "set_", "new_empty", "_unsafe_view")
 OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random)_|.*\.(\w+_)?out")
 # In an optimizer step these cannot make a finite number bad: averages, shrinking by a factor, adding a constant.
-HARMLESS = re.compile(r"(_foreach_)?(lerp|mul|add|div)_?")
+HARMLESS = {
+    "lerp": lambda by, wide: 0 <= by <= 1,
+    "mul": lambda by, wide: abs(by) <= 1,
+    "div": lambda by, wide: abs(by) >= (1e-3 if wide else 1),  # a float32 has room for that
+    "add": lambda by, wide: True,
+}
 LOOKED_AT = ("slice_backward", "cat", "clone")  # copies of gradients
-CONSTANT = "a constant in"
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 # Numbers that say what counts, and the operations that keep them so: a 0 among them means that there was nothing.
 SELECTS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|eye|scalar_tensor")
@@ -117,7 +109,7 @@ def merge(groups) -> tuple[Event, ...]:
     return tuple(sorted({id(e): e for events in groups for e in events}.values(), key=lambda e: e.n)[:8])
 
 
-def like(kind: str, events: tuple[Event, ...]) -> tuple[Event, ...]:
+def still_there(kind: str, events: tuple[Event, ...]) -> tuple[Event, ...]:
     """Those that can be behind such a number: where only inf is left, NaN has been dropped."""
     return tuple(e for e in events if kind == "nan" or e.kind != "nan") or events
 
@@ -168,7 +160,7 @@ class Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.n, self.steps, self.settings, self.outside = 0, [None], {}, Place()
-        self.scaler_skips = self.went_backward = self.speaks = self.none_read = False
+        self.scaler_skips = self.went_backward = self.raised_about_nan = self.none_read = False
         self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
         self.parameters, self.buffers, self.optimizers = {}, {}, {}
         self.reads, self.latest, self.counts, self.put, self.growth = {}, {}, {}, set(), []
@@ -210,10 +202,8 @@ class Tracer(TorchDispatchMode):
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
     def __enter__(self):
-        self.hooks = [
-            register_optimizer_step_pre_hook(self.before_step),
-            register_optimizer_step_post_hook(self.after_step),
-        ]
+        before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        self.hooks = [before(self.before_step), after(self.after_step)]
         self.backward, torch.autograd.backward = torch.autograd.backward, self.run_backward
         return super().__enter__()
 
@@ -235,15 +225,20 @@ class Tracer(TorchDispatchMode):
                     if (kind := bad(t)) and key_of(t) not in self.taint:
                         self.arrived(t, kind)
             self.growth.append((self.n, self.largest()))
-            settings = [(k, v) for group in optimizer.param_groups for k, vs in group.items() for v in as_list(vs)]
-            for name, value in settings:  # a NaN learning rate is no tensor
-                if isinstance(value, (Real, Tensor)) and name != "params" and not math.isfinite(value):
-                    kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
-                    said = f"{name} is {float(value)} when step() is called."
-                    event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
-                    self.settings.setdefault(kind, event)
-                    self.sinks |= {label: (self.settings[kind],)} if kind == "nan" else {}  # some are inf by design
+            self.look_at_settings(optimizer)
         return tuple(map(self.closure, args)), {k: self.closure(v) for k, v in (kwargs or {}).items()}
+
+    def look_at_settings(self, optimizer: Optimizer) -> None:
+        """A NaN learning rate is no tensor. An inf is a finding only where it does harm: some are inf by design."""
+        settings = [(k, v) for group in optimizer.param_groups for k, vs in group.items() for v in as_list(vs)]
+        for name, value in settings:
+            if isinstance(value, (Real, Tensor)) and name != "params" and not math.isfinite(value):
+                kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
+                said = f"{name} is {float(value)} when step() is called."
+                event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
+                self.settings.setdefault(kind, event)
+                if kind == "nan":
+                    self.sinks[label] = (self.settings[kind],)
 
     def closure(self, value: object) -> object:
         if not inspect.isroutine(value):
@@ -325,6 +320,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and (out := self.decomposed(func, args, kwargs)) is not NotImplemented:
             return out
+        self.refused = ()  # whatever an operation refused before, the step went on
         name, writes, skip, overwrites = facts(func)
         written = [t for i, a in writes for t in as_list(args[i] if i < len(args) else kwargs.get(a)) if is_float(t)]
         before = {}
@@ -346,16 +342,17 @@ class Tracer(TorchDispatchMode):
         if skip or (not self.taint and self.harmless(name, args)):
             return out
         outs = list({id(t): t for t in (*written, *as_list(out)) if is_float(t)}.values())
-        if found := [(i, t, kind) for i, t in enumerate(outs) if (kind := bad(t))]:
-            try:
+        found = [(i, t, kind) for i, t in enumerate(outs) if (kind := bad(t))]
+        try:
+            if found:
                 birth = Birth(op=name, func=func, args=args, kwargs=kwargs, returned=as_list(out))
                 self.note(birth, outs, found, before)
-            except Exception as error:  # the step must go on: an event without a closer look is better than none
-                event = self.event(name, kind=found[0][2].strip("-"), cause="unknown", explanation=f"({error!r})")
-                for _, t, _ in found:
-                    self.record(t, (event,))
-        self.came -= set(map(key_of, written))
-        self.remember(name, args, out, outs)
+            self.came -= set(map(key_of, written))
+            self.remember(name, args, out, outs)
+        except Exception as error:  # the step must go on: an event without a closer look is better than none
+            for _, t, kind in found:
+                event = self.event(name, kind=kind.strip("-"), cause="unknown", explanation=f"({error!r})")
+                self.record(t, (event,))
         return out
 
     def decomposed(self, func, args: tuple, kwargs: dict):
@@ -372,9 +369,8 @@ class Tracer(TorchDispatchMode):
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         if outs and self.forwards():
             given = [t for a in args for t in as_list(a) if isinstance(t, Tensor)]
-            kept = (
-                COUNTS.fullmatch(name) and all(map(self.whole, given)) and (name, len(given)) != ("sub", 1)
-            )  # not n − 1
+            kept = COUNTS.fullmatch(name) and all(map(self.whole, given))
+            kept = kept and (name, len(given)) != ("sub", 1)  # n − 1 is none
             self.counts |= dict.fromkeys(map(key_of, outs), (bool(kept or SELECTS.fullmatch(name)), name))
         if name == "_local_scalar_dense" and out == 0:
             self.none_read = self.whole(args[0])
@@ -403,17 +399,16 @@ class Tracer(TorchDispatchMode):
             return False
         return bool((value == value.round()).all())
 
+    def made(self, t: Tensor) -> str:
+        """The operation of the step's forward that wrote it last; '' if it came in."""
+        return self.counts.get(key_of(t), (False, ""))[1]
+
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
         if self.stepping is None:
             return name in LOOKED_AT and torch._C._current_graph_task_id() != -1
-        scalar = args[-1] if args else None
-        if not HARMLESS.fullmatch(name) or not isinstance(scalar, (int, float)):
-            return False
-        smallest = 1e-3 if as_list(args[0])[0].element_size() >= 4 else 1  # a float32 has room for that
-        return {"lerp": 0 <= scalar <= 1, "mul": abs(scalar) <= 1, "div": abs(scalar) >= smallest}.get(
-            name.removeprefix("_foreach_").rstrip("_"), True
-        )
+        rule, by = HARMLESS.get(name.removeprefix("_foreach_").rstrip("_")), args[-1] if args else None
+        return bool(rule) and isinstance(by, (int, float)) and rule(by, as_list(args[0])[0].element_size() >= 4)
 
     def note(self, birth: Birth, outs: list[Tensor], found: list, before: dict[int, str | None]) -> None:
         """Some outputs are not finite: carried on from the inputs, or born here?"""
@@ -425,7 +420,7 @@ class Tracer(TorchDispatchMode):
             inputs = [(a, x, before[id(x)] if id(x) in before else bad(x)) for a, x in case.tensors()]
             meant = lambda a, k: a in MASKS and k == "-inf"
             case.inputs = [(a, x, "" if meant(a, k) else k) for a, x, k in inputs if k is not None]
-            blame = {id(x): like(kind, self.blame(x, k)) for _, x, k in case.inputs if k}
+            blame = {id(x): still_there(kind, self.blame(x, k)) for _, x, k in case.inputs if k}
             carried, parents, is_born = trace(case, blame, before)
             if is_born and born is None:
                 born = self.born(case, parents, id(t) in before)
@@ -440,16 +435,11 @@ class Tracer(TorchDispatchMode):
         event = self.event(birth.op.rstrip("_"), updates=written and birth.out.is_leaf and parameter and not recorded)
         birth.native = event.phase == "backward" and not walk(sys._getframe(1)).lines()
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
-        birth.phase, birth.whole, birth.made = (
-            event.phase,
-            self.whole,
-            lambda t: self.counts.get(key_of(t), ("", ""))[1],
-        )
-        groups = self.stepping.param_groups if self.stepping is not None else ()
-        birth.state = {
-            v.dtype for o in [self.stepping] if o for s in o.state.values() for v in s.values() if is_float(v)
-        }
-        birth.eps = [float(e) for g in groups for e in as_list(g.get("eps")) if e is not None]  # Adafactor has two
+        birth.phase, birth.whole, birth.made = event.phase, self.whole, self.made
+        if self.stepping is not None:
+            groups, states = self.stepping.param_groups, self.stepping.state.values()
+            birth.state = {v.dtype for state in states for v in state.values() if is_float(v)}
+            birth.eps = [float(e) for g in groups for e in as_list(g.get("eps")) if e is not None]  # Adafactor has two
         (event.cause, event.explanation), event.kind, mask = diagnose(birth), birth.kind.strip("-"), birth.fresh
         number = birth.literal()
         read = self.reads.get(number) or self.reads.get(f"-{number}") or ()
@@ -508,10 +498,9 @@ class Tracer(TorchDispatchMode):
         reduced = torch.distributed.is_initialized() and self.went_backward and self.stepping is None
         if reduced and not known and name == UNNAMED:
             op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
-        event = self.event(
-            op, phase, name=name, cause=cause, kind=kind.strip("-"), explanation=said, deliberate=deliberate
-        )
+        event = self.event(op, phase, name=name, cause=cause, kind=kind.strip("-"), explanation=said)
         event = replace(event.about(whole, bad_mask(whole)), phase=phase, inputs=[f"{event.op}: {span(whole)}"])
+        event.deliberate = deliberate
         event.amount += ", inf among them" * (kind == "nan" and bool(plain(whole).isinf().any()))
         if key_of(x) in self.lifted or (name == UNNAMED and not known):  # made of a bad number that had been read
             event.parents = self.reads.get(kind, ())
@@ -552,7 +541,8 @@ class Tracer(TorchDispatchMode):
             *((f"optimizer state {k} of {self.name_of(p)}", v) for p, k, v in states),
         ]
         for name, value in held:  # what no operation has met does not matter in this step
-            self.sink(name, value) if is_float(value) and key_of(value) in self.taint else None
+            if is_float(value) and key_of(value) in self.taint:
+                self.sink(name, value)
         for name, buffer in self.buffers.items() if self.taint else ():
             if is_float(buffer) and bad(buffer) == "nan" and not any(e.name for e in self.blame(buffer, "nan")):
                 self.sink(f"buffer {name}", buffer)
@@ -562,15 +552,14 @@ class Tracer(TorchDispatchMode):
         trace = error.__traceback__
         while trace is not None:
             for name, value in list(trace.tb_frame.f_locals.items()) if whose(trace.tb_frame.f_code) == USER else ():
-                for label, part in (
-                    (name, value),
-                    *(parts_of(name, value, 1) if not isinstance(value, nn.Module) else ()),
-                ):
+                self.sink(f"variable {name} when the step raised", value)
+                for label, part in parts_of(name, value, 1) if not isinstance(value, (Tensor, nn.Module)) else ():
                     self.sink(f"variable {label} when the step raised", part)
             trace = trace.tb_next
-        self.speaks = bool(re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE))
-        self.sinks["the number at which the step raised"] = self.refused or (self.last if self.speaks else ())
-        self.sinks["the whole number by which the step raised"] = () if self.speaks else self.chosen
+        self.raised_about_nan = bool(re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE))
+        last, chosen = (self.last, ()) if self.raised_about_nan else ((), self.chosen)
+        self.sinks["the number at which the step raised"] = self.refused or last
+        self.sinks["the whole number by which the step raised"] = chosen
 
 
 def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, tuple, bool]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from nanlab.tracing.causes import plain
+from nanlab.tracing.values import plain
 
 ATOMS = {int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size}
 ROWS = (np.ndarray, list, Tensor)  # in a data set: left alone

@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -17,15 +17,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanlab.tracing.causes import bad, is_float, plain
+from nanlab.tracing.values import bad, is_float, plain
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
 STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
 INSTALLED, GENERATED = ("site-packages", "dist-packages"), ("<frozen", "<eval_with_key", "<torch_package")
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT, MODULE = range(6)
-MACHINERY = {"_engine_run_backward": ENGINE, "_call_impl": MODULE}
+MACHINERY = {_engine_run_backward.__code__: ENGINE, nn.Module._call_impl.__code__: MODULE}
 UNNAMED = "an unnamed tensor"
 
 
@@ -34,7 +35,7 @@ def whose(code) -> int:
     """Whose code is it: the user's, a library's, the autograd engine's, or machinery that nobody wants to see."""
     file = code.co_filename
     if file.startswith(TORCH):
-        return MACHINERY.get(code.co_name, CHECKPOINT * file.endswith("checkpoint.py"))
+        return MACHINERY.get(code, CHECKPOINT * file.endswith("checkpoint.py"))
     if file.startswith((PACKAGE + "tracing", *GENERATED)):
         return HIDDEN
     if file.startswith(PACKAGE + "course"):  # the course's cases stand for the reader's own code
@@ -97,6 +98,13 @@ def pairs_of(value: object) -> list[tuple[object, object]]:
     held = value.data if isinstance(value, UserDict) else value
     pairs = dict.items(held) if isinstance(held, dict) else enumerate(held) if isinstance(held, (list, tuple)) else ()
     return list(itertools.islice(pairs, 1000))
+
+
+def with_entries(variables: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """(name, value) of variables, and of what their containers hold."""
+    for name, value in variables.items():
+        yield name, value
+        yield from ((f"{name}[{k!r}]", entry) for k, entry in pairs_of(value))
 
 
 def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
