@@ -1,0 +1,65 @@
+"""What a tensor holds: whether it is finite, in which range, in whose memory."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import UninitializedTensorMixin
+
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def is_float(t: object) -> bool:
+    """A tensor of real or complex numbers, whose memory can be looked at."""
+    if not isinstance(t, Tensor) or isinstance(t, UninitializedTensorMixin) or t.device.type == "meta":
+        return False
+    if isinstance(t, (FakeTensor, FunctionalTensor)):
+        return False
+    wrapped = t.is_nested or t._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return (t.is_floating_point() or t.is_complex()) and not wrapped
+
+
+def plain(t: Tensor) -> Tensor:
+    """The numbers of ``t`` as a strided, real tensor, in the same memory where possible."""
+    t = t.detach()
+    if t.layout is not torch.strided:
+        t = t._values() if t.layout is torch.sparse_coo else t.values() if t.layout in COMPRESSED else t.to_dense()
+    return torch.view_as_real(t.conj() if t.is_conj() else t) if t.is_complex() else t
+
+
+def key_of(t: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(plain(t).untyped_storage())
+
+
+def bad(t: Tensor) -> str:
+    """'' | 'inf' | '-inf' | 'nan': the worst value in ``t``. One sum if healthy; as that may overflow, look twice if
+    not."""
+    if t.layout is not torch.strided or t.is_complex() or t.element_size() == 1:
+        t = plain(t).float()
+    if t.numel() == 0 or math.isfinite(t.sum().item()):
+        return ""
+    low, high = (v.item() for v in torch.aminmax(t))
+    return "nan" if high != high else "inf" if high == math.inf else "-inf" if low == -math.inf else ""
+
+
+def bad_mask(t: Tensor) -> Tensor:
+    return ~torch.isfinite(plain(t))
+
+
+def span(t: Tensor) -> str:
+    """Shape, dtype, range of the finite values, and how many are zero, inf or NaN."""
+    t = plain(t)
+    text, good = f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}", t[torch.isfinite(t)]
+    if good.numel():
+        text += " in [{:.3g}, {:.3g}]".format(*(v.item() for v in torch.aminmax(good)))
+    counts = {"zero": (t == 0).sum(), "inf": torch.isinf(t).sum(), "nan": torch.isnan(t).sum()}
+    return text + "".join(f", {int(n)} {name}" for name, n in counts.items() if n) + ", empty" * (t.numel() == 0)
+
+
+def as_list(value: object) -> list | tuple:
+    return value if isinstance(value, (list, tuple)) else [value]
