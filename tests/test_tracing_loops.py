@@ -1272,3 +1272,53 @@ def test_scores_by_their_range_and_weights_by_their_sum_are_no_means():
 
     assert verdict(locate(spread)) == ("zero_over_zero", "forward", line("by their range"))
     assert verdict(locate(normalise)) == ("zero_over_zero", "forward", line("by their sum"))
+
+
+def test_a_row_masked_by_a_logarithm_in_which_all_is_masked_is_a_masked_row():
+    scores, allowed = leaf(shape=(1, 4)), torch.zeros(1, 4)
+
+    def step():
+        weights = torch.softmax(scores + allowed.log(), -1)  # all of it masked
+        weights.square().sum().backward()
+
+    assert verdict(locate(step)) == ("masked_row", "forward", line("all of it masked"))
+
+
+def test_a_number_that_python_alone_has_made_is_found_though_nobody_knows_where():
+    def step():
+        values = [1.0, 2.0]
+        return sum(values) * float("inf") - sum(values) * float("inf")
+
+    report = locate(step)
+    assert (report.found, report.cause, report.kind) == (True, "unknown", "nan"), str(report)
+
+
+def test_losses_in_a_dict_that_the_step_raised_over_are_found():
+    w = leaf(1.0, 0.0)
+
+    def step():
+        losses = {"policy": torch.log(w * w).sum()}  # in a dict
+        if losses["policy"] < -1e30:
+            raise ValueError("the run has diverged")
+
+    report = locate(step)
+    assert verdict(report) == ("log_of_zero", "forward", line("in a dict")), str(report)
+    assert isinstance(report.exception, ValueError)
+    assert "variable losses['policy'] when the step raised" in str(report)
+
+
+def test_the_spread_of_a_group_of_one_by_n_minus_one_is_no_empty_mean():
+    rewards, n = torch.tensor([0.5]), torch.ones(1)
+
+    def step():
+        deviation = rewards - rewards.mean()
+        return ((deviation * deviation).sum() / (n - 1)).sum()  # n minus one
+
+    assert verdict(locate(step)) == ("zero_over_zero", "forward", line("n minus one"))
+
+
+def test_bad_data_says_if_there_is_inf_among_its_nan():
+    x, w = torch.tensor([[math.nan, 1.0], [math.inf, 2.0]]), leaf(shape=(2, 1))
+    report = locate(lambda: (x @ w).sum().backward())
+    assert report.cause == "bad_input"
+    assert "(2 of 4 in (2, 2) float32, inf among them)" in report.story[0]

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from nanlab.errors import InputError
+from nanlab.tracing.judge import run
+from nanlab.tracing.names import with_entries
 from nanlab.tracing.replay import METHODS, is_trainer, locate_in_trainer
 from nanlab.tracing.report import Report
-from nanlab.tracing.tracer import Tracer, run
-from nanlab.tracing.where import with_entries
+from nanlab.tracing.tracer import Tracer
 
 __all__ = ["Report", "locate"]
 
@@ -23,7 +25,7 @@ def locate(
     step: Any,
     *,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     mode: str = "train",
     max_batches: int | None = None,
     **named_tensors: Any,
@@ -50,44 +52,40 @@ def locate(
         return locate_in_trainer(step, mode, max_batches)
     tracer = Tracer()
     for name, value in named_tensors.items():
-        tracer.name(value, f"batch {name}")
+        tracer.names.add(value, f"batch {name}")
         for key, entry in value.items() if isinstance(value, Mapping) else ():
-            tracer.name(entry, f"{name} {key}")
+            tracer.names.add(entry, f"{name} {key}")
     around = surroundings(step)
     held = dict(with_entries(around))
     models = {"": model} if model is not None else {k: v for k, v in held.items() if isinstance(v, nn.Module)}
     for name, m in models.items():
-        tracer.adopt(m, f"{name}." if len(models) > 1 else "")
+        tracer.names.adopt(m, f"{name}." if len(models) > 1 else "")
     for name, value in around.items():
         if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
-            tracer.adopt_parameter(name, value)
+            tracer.names.adopt_parameter(name, value)
     for o in [optimizer] if optimizer is not None else held.values():
-        if isinstance(o, torch.optim.Optimizer):
-            tracer.adopt_optimizer(o)
+        if isinstance(o, Optimizer):
+            tracer.names.adopt_optimizer(o)
     return run(tracer, step)[0]
 
 
 def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | None) -> None:
     """Raises `InputError`, with one line that says what is wrong and what to give instead."""
-    kinds = {"model": (model, nn.Module), "optimizer": (optimizer, torch.optim.Optimizer)}
-    for name, (value, kind) in kinds.items():
-        if value is not None and not isinstance(value, kind):
-            raise InputError(
-                f"locate(): {name} is a {type(value).__name__}; give a torch {kind.__name__}, or leave it out"
-            )
-    if mode not in METHODS:
-        raise InputError(f"locate(): mode is {mode!r}; it is 'train' or 'eval'")
-    if max_batches is not None and (type(max_batches) is not int or max_batches < 1):
-        raise InputError(f"locate(): max_batches is {max_batches!r}; give a whole number from 1, or leave it out")
-    problems = {
-        "is the class": isinstance(step, type),
-        "is a": not callable(step) and not is_trainer(step),
-        "is the generator": inspect.isgeneratorfunction(step),
-        "wants arguments:": callable(step) and wants_arguments(step),
+    name, give = getattr(step, "__name__", type(step).__name__), "give a function without arguments, or a trainer"
+    kind, is_a = lambda value: type(value).__name__, lambda value, kind: value is None or isinstance(value, kind)
+    wrong = {
+        f"model is a {kind(model)}; give a torch Module, or leave it out": not is_a(model, nn.Module),
+        f"optimizer is a {kind(optimizer)}; give a torch Optimizer, or leave it out": not is_a(optimizer, Optimizer),
+        f"mode is {mode!r}; it is 'train' or 'eval'": mode not in METHODS,
+        f"max_batches is {max_batches!r}; give a whole number from 1, or leave it out": max_batches is not None
+        and (type(max_batches) is not int or max_batches < 1),
+        f"step is the class {name}; {give}": isinstance(step, type),
+        f"step is a {name}; {give}": not callable(step) and not is_trainer(step),
+        f"step is the generator {name}; {give}": inspect.isgeneratorfunction(step),
+        f"step wants arguments: {name}; {give}": callable(step) and wants_arguments(step),
     }
-    if problem := next((text for text, so in problems.items() if so), ""):
-        name = getattr(step, "__name__", type(step).__name__)
-        raise InputError(f"locate(): step {problem} {name}; give a function without arguments, or a trainer")
+    if message := next((text for text, so in wrong.items() if so), ""):
+        raise InputError(f"locate(): {message}")
 
 
 def wants_arguments(step: Callable) -> bool:

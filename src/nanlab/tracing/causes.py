@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanlab.tracing.counts import LARGEST
 from nanlab.tracing.values import as_list, bad_mask, is_float, plain
 
-LARGEST = 1 << 22  # elements; a larger operation is not done again in float64
 CONSTANT = "a constant in"  # how the name of a number begins that is written in the code
 COPIES = ("cat", "clone", "stack", "index", "gather", "_to_copy")
 MASKS = ("attn_mask", "attn_bias")  # a −inf in these is meant
@@ -116,10 +116,10 @@ class Birth(SimpleNamespace):
         """
         if not is_float(x) or not isinstance(other, Tensor):
             return False
-        spread = is_float(other) and self.made(other) in ("", "sub")
-        deviation = spread and self.made(x) in ("sub", *COPIES)
-        weights = self.whole(x) and self.made(x) in ("clamp", *COPIES) and x.numel() > other.numel()
-        return not self.made(x) or deviation or weights
+        spread = is_float(other) and self.counts.made(other) in ("", "sub")
+        deviation = spread and self.counts.made(x) in ("sub", *COPIES)
+        weights = self.counts.whole(x) and self.counts.made(x) in ("clamp", *COPIES) and x.numel() > other.numel()
+        return not self.counts.made(x) or deviation or weights
 
     def from_finite(self) -> bool:
         return not any(kind for _, _, kind in self.inputs) and not self.literal()
@@ -237,7 +237,7 @@ def _(b: Birth) -> bool:
         return bool((b.get("lengths") == 0).any())
     if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
-    counted = b.whole(other) if isinstance(other, Tensor) else b.whole(other) or x.numel() == 1
+    counted = b.counts.whole(other) if isinstance(other, Tensor) else b.counts.whole(other) or x.numel() == 1
     return b.kind == "nan" and counted and b.zero(other) and not b.native and not b.measured(x, other)
 
 

@@ -30,11 +30,12 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from nanlab.errors import InputError
 from nanlab.tracing.causes import CONSTANT
-from nanlab.tracing.report import Report, verdict
-from nanlab.tracing.tracer import RAISED, Tracer, run
+from nanlab.tracing.judge import RAISED, run, sink_state, verdict
+from nanlab.tracing.names import with_entries
+from nanlab.tracing.report import Report
+from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.undo import freeze, generators
 from nanlab.tracing.values import bad, is_float
-from nanlab.tracing.where import with_entries
 
 METHODS = {"train": "training_step", "eval": "prediction_step"}
 LIBRARIES = ("transformers.", "trl.", "nanlab.guard")
@@ -92,10 +93,10 @@ class Hunt:
         for name in MEASURES:
             if (own := getattr(trainer, name, None)) is not None:
                 setattr(trainer, name, functools.partial(self.measure, own))
-        self.tracer.adopt(trainer.model)
+        self.tracer.names.adopt(trainer.model)
         for name, held in with_entries(vars(trainer)):
             if isinstance(held, nn.Module):
-                self.tracer.adopt(held, f"{name}.")
+                self.tracer.names.adopt(held, f"{name}.")
 
     def step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of training_step or prediction_step."""
@@ -121,7 +122,7 @@ class Hunt:
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         self.tracer.scaler_skips = scaler is not None and scaler.get_scale() > 1
         for name, value in given.items():
-            self.tracer.name(value, f"batch {name}")
+            self.tracer.names.add(value, f"batch {name}")
         self.watching, self.tracer.sinks = True, {}
         report, seen = run(self.tracer, call)
         self.watching = False
@@ -148,7 +149,7 @@ class Hunt:
         finally:
             TorchDispatchMode.__exit__(self.tracer, None, None, None)
             self.watching = False
-        self.tracer.sink_state()
+        sink_state(self.tracer)
         if (report := verdict(self.tracer)).found:
             self.stop(report, {})
 
@@ -184,7 +185,7 @@ class Hunt:
         with self.tracer:
             result = original(*args, **kwargs)
         for value in tree_leaves(result):
-            self.tracer.sink("values for the metrics", value)
+            self.tracer.sink("values for the metrics", value, "values")
         self.aside, self.tracer.sinks = {**self.tracer.sinks, **self.aside}, {}
         return result
 

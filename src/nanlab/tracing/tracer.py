@@ -2,8 +2,7 @@
 
 A ``TorchDispatchMode`` sees each operation below autograd. A healthy output costs one reduction. A non-finite one
 makes an ``Event`` when it is *born* (finite inputs, non-finite output) or when an inf becomes NaN; otherwise it
-carries the events of its inputs. Events are kept by storage and region, so that views and partly written buffers keep
-their own history. No tensor is kept alive: an event holds text and numbers only.
+carries the events of its inputs.
 """
 
 from __future__ import annotations
@@ -13,23 +12,21 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from nanlab.tracing.causes import CONSTANT, COPIES, LARGEST, MASKS, Birth, diagnose
-from nanlab.tracing.report import Report, verdict
-from nanlab.tracing.values import as_list, bad, bad_mask, is_float, key_of, plain, span
-from nanlab.tracing.where import UNNAMED, USER, Place, line_of, name_in_frames, parts_of, user_variables, walk, whose
+from nanlab.tracing.causes import CONSTANT, COPIES, MASKS, Birth, diagnose
+from nanlab.tracing.counts import Counts
+from nanlab.tracing.events import Event, Taint, merge, still_there
+from nanlab.tracing.names import UNNAMED, Names, name_in_frames
+from nanlab.tracing.values import as_list, bad, bad_mask, is_float, is_mask, key_of, plain, span
+from nanlab.tracing.where import Place, line_of, walk
 
 UNSEEN_OR_SHARED = ("empty", "resize_", "set_", "new_empty", "_unsafe_view")
 OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random)_|.*\.(\w+_)?out")
@@ -42,76 +39,6 @@ HARMLESS = {
 }
 LOOKED_AT = ("slice_backward", "cat", "clone")  # copies of gradients
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
-# Numbers that say what counts, and the operations that keep them so: a 0 among them means that there was nothing.
-SELECTS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|eye|scalar_tensor")
-COUNTS = re.compile(
-    r"(nan)?sum|mean|cumsum|b?mm|mv|dot|bincount|histc|(scatter|index)_add_?|(div|mul|add|r?sub|copy|fill|masked_fill)_?"
-    r"|_to_copy|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter_?|gather|where|repeat.*|tril|triu|clamp.*"
-    r"|(max|min)(imum)?|amax|amin|cumprod|prod|nan_to_num|constant_pad_nd|.*pool.*|upsample.*|embedding"
-    r"|index_select|masked_select|scatter_reduce"
-)
-RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
-
-
-# -- what happened ---------------------------------------------------------------------------------------------------
-@dataclass(eq=False, repr=False)
-class Event(Report):
-    """A birth: a finite number became inf or NaN, an inf became NaN, or a bad value came in from outside.
-
-    ``n``: number of the operation. ``name``: of a tensor that was bad on arrival. ``deliberate``: an inf written on
-    purpose.
-    """
-
-    n: int = 0
-    note: str = ""
-    amount: str = ""
-    name: str = ""
-    parents: tuple[Event, ...] = ()
-    deliberate: bool = False
-
-    def about(self, t: Tensor, mask: Tensor, **more: object) -> Event:
-        """The same event, with how much of ``t`` is bad, and in which rows."""
-        amount = f"{int(mask.sum())} of {mask.numel()} in {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-        batched = mask.dim() and self.phase != "optimizer"  # a weight's rows are not the batch's
-        rows = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist() if batched else []
-        return replace(self, amount=amount, rows=rows, length=len(mask) if batched else 0, **more)
-
-    def root(self) -> Event:
-        """The earliest ancestor that was not put there on purpose; else this event."""
-        # An inf that backward meets in a saved value, but that never reached the loss, does not matter by itself.
-        saved = lambda p: self.phase == "backward" and p.phase == "forward" and p.cause != "masked_row"
-        # A mask made by a logarithm meets a softmax before it becomes NaN; what becomes so at once was none.
-        no_mask = lambda root: self.kind == "nan" and root in self.parents and root.op.startswith("log")
-        roots = [p.root() for p in self.parents if not saved(p)]
-        real = [root for root in roots if not root.deliberate or no_mask(root)]
-        if self.cause == "masked_row":  # a mask may be the logarithm of 0 and 1, or a bias that came in
-            real = [root for root in real if root.cause not in ("log_of_zero", "bad_input")]
-        return min(real, key=lambda e: e.n) if real else self
-
-    def lineage(self) -> set[Event]:
-        return {self}.union(*(p.lineage() for p in self.parents))
-
-
-def is_mask(t: Tensor) -> bool:
-    """Is each finite number 0, as in a mask that is added?"""
-    return not plain(t)[~bad_mask(t)].any()
-
-
-def covers(region: tuple, address: int) -> bool:
-    """Does a tensor of this (offset, shape, strides) hold the element at ``address`` of its storage?"""
-    rest = address - region[0]
-    for step, size in sorted(zip(region[2], region[1], strict=True), reverse=True):
-        rest -= max(min(rest // step, size - 1), 0) * step if step else 0
-    return rest == 0
-
-
-def merge(groups) -> tuple[Event, ...]:
-    return tuple(sorted({id(e): e for events in groups for e in events}.values(), key=lambda e: e.n)[:8])
-
-
-def still_there(kind: str, events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """Those that can be behind such a number: where only inf is left, NaN has been dropped."""
-    return tuple(e for e in events if kind == "nan" or e.kind != "nan") or events
 
 
 @functools.cache
@@ -143,15 +70,15 @@ def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
 class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
-    ``taint``: storage → [(region, events)]. ``names``: storage → (name, the cause if it is bad on arrival, tensor).
-    ``forward``: autograd sequence number → (place, operation). ``counts``: storage that forward has written → (does it
-    hold counts? by which operation). ``put``: storages that something bad was copied into, as it was; ``came``: that
-    nothing here has written; ``lifted``: that are made of Python numbers. ``reads``: kind → what is behind the first
-    such number that was read into Python; ``none_read``: was the last 0 that was read a count? ``latest``: kind →
-    what is behind the last such output; ``last``: of any kind; ``chosen``: behind the last whole number made of NaN;
-    ``refused``: behind the arguments of an operation that raised. ``steps``: the optimizers whose step is running, None
-    for a closure. ``settings``: kind → the event of such a learning rate. ``outside``: the place that called
-    backward(). ``growth``: (number of the operation, largest |parameter|) before each optimizer step.
+    ``n``: operations so far. ``forward``: autograd sequence number → (place, operation). ``outside``: the place that
+    called backward(). ``sinks``: (role, name) → the events behind what should be finite and is not.
+    Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
+    ``lifted``, that are made of Python numbers.
+    Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``chosen``, the
+    last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``, kind → the last
+    output, ``last``, of any kind.
+    Optimizers: ``steps``, whose step is running, None for a closure; ``optimizers``, that have stepped; ``settings``,
+    kind → the event of such a learning rate; ``growth``: (n, largest |parameter|) before each step.
     """
 
     supports_higher_order_operators = True
@@ -159,46 +86,16 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n, self.steps, self.settings, self.outside = 0, [None], {}, Place()
-        self.scaler_skips = self.went_backward = self.raised_about_nan = self.none_read = False
-        self.taint, self.names, self.forward, self.modules, self.sinks = {}, {}, {}, {}, {}
-        self.parameters, self.buffers, self.optimizers = {}, {}, {}
-        self.reads, self.latest, self.counts, self.put, self.growth = {}, {}, {}, set(), []
-        self.last, self.chosen, self.refused, self.came, self.lifted = (), (), (), set(), set()
+        self.names, self.counts, self.taint = Names(), Counts(self.forwards), Taint()
+        self.n, self.forward, self.outside, self.sinks = 0, {}, Place(), {}
+        self.put, self.came, self.lifted = set(), set(), set()
+        self.reads, self.latest, self.last, self.chosen, self.refused = {}, {}, (), (), ()
+        self.steps, self.optimizers, self.settings, self.growth = [None], {}, {}, []
+        self.scaler_skips = self.went_backward = self.raised_about_nan = False
 
     @property
     def stepping(self) -> Optimizer | None:
         return self.steps[-1]
-
-    # -- what things are called --------------------------------------------------------------------------------------
-    def adopt(self, model: nn.Module, prefix: str = "") -> None:
-        """Learn the names of a model's modules, parameters and buffers."""
-        for name, module in model.named_modules():
-            self.modules.setdefault(module, (prefix + name).rstrip("."))
-        for name, parameter in model.named_parameters():
-            self.adopt_parameter(prefix + name, parameter)
-        for name, buffer in model.named_buffers():
-            self.name(buffer, f"buffer {prefix}{name}", "bad_state")
-            self.buffers[prefix + name] = buffer
-
-    def adopt_parameter(self, name: str, p: Tensor) -> None:
-        self.parameters.setdefault(id(p), (name, p))
-        self.name(p, f"parameter {name}", "bad_state")
-        self.name(p.grad, f"gradient of {name}, left over from before", "bad_state")
-
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
-        """Learn what its state is called, which may have been restored from a checkpoint."""
-        for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-            self.adopt_parameter(f"#{i}", p)
-            for name, value in optimizer.state.get(p, {}).items():
-                self.name(value, f"optimizer state {name} of {self.name_of(p)}", "bad_state")
-
-    def name(self, t: object, name: str, cause: str = "bad_input") -> None:
-        if is_float(t):
-            self.names.setdefault(key_of(t), (name, cause, t))
-
-    def name_of(self, p: Tensor) -> str:
-        return self.parameters.get(id(p), ("a leaf tensor",))[0]
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
     def __enter__(self):
@@ -218,7 +115,7 @@ class Tracer(TorchDispatchMode):
         with _disable_current_modes():
             self.steps.append(optimizer)
             if optimizer not in self.optimizers:  # what was restored from a checkpoint; afterwards every write is seen
-                self.adopt_optimizer(optimizer)
+                self.names.adopt_optimizer(optimizer)
                 self.optimizers[optimizer] = None
                 state = [v for values in optimizer.state.values() for v in values.values() if is_float(v)]
                 for t in [p for g in optimizer.param_groups for p in g["params"]] + state:
@@ -238,7 +135,7 @@ class Tracer(TorchDispatchMode):
                 event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
                 self.settings.setdefault(kind, event)
                 if kind == "nan":
-                    self.sinks[label] = (self.settings[kind],)
+                    self.sinks["", label] = (self.settings[kind],)
 
     def closure(self, value: object) -> object:
         if not inspect.isroutine(value):
@@ -268,7 +165,7 @@ class Tracer(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             return self.backward(tensors, *args, **kwargs)
         roots = [t for t in ([tensors] if isinstance(tensors, Tensor) else tensors) if is_float(t)]
-        self.went_backward, self.outside = True, self.here()
+        self.went_backward, self.outside = True, self.names.here()
         for t in roots:
             self.sink("the loss given to backward()", t)
             reached = [e.root() for e in self.blame(t, kind)] if (kind := bad(t)) else []
@@ -278,23 +175,15 @@ class Tracer(TorchDispatchMode):
         result = self.backward(tensors, *args, **kwargs)
         with _disable_current_modes():  # now: a guard may throw the gradients away, or another rank have spoilt them
             for p in leaves(roots).values():
-                if id(p) not in self.parameters:
-                    self.adopt_parameter(name_in_frames(p)[0], p)
-                self.sink(f"gradient of {self.name_of(p)}", p.grad)
+                if id(p) not in self.names.parameters:
+                    self.names.adopt_parameter(name_in_frames(p)[0], p)
+                self.sink(f"gradient of {self.names.of(p)}", p.grad)
         return result
 
     # -- where are we ------------------------------------------------------------------------------------------------
-    def here(self) -> Place:
-        """Where the step is. A model that was made inside the step is adopted at first sight, from the outside in."""
-        place = walk(sys._getframe(2))
-        for module in reversed(place.modules):
-            if module not in self.modules:
-                self.adopt(module, next((f"{name}." for name, value in user_variables() if value is module), ""))
-        return place
-
     def event(self, op: str, phase: str = "", updates: bool = False, **more: object) -> Event:
         """An event, here and now: phase, module, and lines."""
-        here, backward, owner, note = self.here(), torch._C._current_graph_task_id() != -1, "", ""
+        here, backward, owner, note = self.names.here(), torch._C._current_graph_task_id() != -1, "", ""
         place = here.within(self.outside) if here.engine else here
         stepping = self.stepping is not None or (updates and not backward)  # also in a hook of the backward pass
         if not backward or here.recomputed or stepping:
@@ -306,12 +195,12 @@ class Tracer(TorchDispatchMode):
             number, variable = node._sequence_nr(), getattr(node, "variable", None)
             made, of = next((self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (place, ""))
             if variable is not None:  # AccumulateGrad: a parameter, but no forward line
-                of, made = self.name_of(variable), place._replace(modules=())
+                of, made = self.names.of(variable), place._replace(modules=())
                 owner = of.rpartition(".")[0]
             place = (place if here.lines() or variable is not None else made)._replace(modules=made.modules)
             note = f"{node.name()}, gradient of {of}" if of else node.name()
         (source, said), (library, inside) = map(line_of, (place.user, place.library))
-        module = next((self.modules[m] or type(m).__name__ for m in place.modules), owner)
+        module = next((self.names.modules[m] or type(m).__name__ for m in place.modules), owner)
         spot = {"op": op, "phase": phase or "backward", "module": module, "source": source, "library": library}
         return Event(n=self.n, note=note, **{**spot, "code": (said, inside), **more})
 
@@ -336,7 +225,7 @@ class Tracer(TorchDispatchMode):
             raise
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
-            self.forward[number] = (self.here(), name)
+            self.forward[number] = (self.names.here(), name)
         if name == "lift_fresh":
             self.lifted |= {key_of(t) for t in args if is_float(t)}
         if skip or (not self.taint and self.harmless(name, args)):
@@ -352,7 +241,7 @@ class Tracer(TorchDispatchMode):
         except Exception as error:  # the step must go on: an event without a closer look is better than none
             for _, t, kind in found:
                 event = self.event(name, kind=kind.strip("-"), cause="unknown", explanation=f"({error!r})")
-                self.record(t, (event,))
+                self.taint.record(t, (event,))
         return out
 
     def decomposed(self, func, args: tuple, kwargs: dict):
@@ -367,13 +256,7 @@ class Tracer(TorchDispatchMode):
 
     def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
-        if outs and self.forwards():
-            given = [t for a in args for t in as_list(a) if isinstance(t, Tensor)]
-            kept = COUNTS.fullmatch(name) and all(map(self.whole, given))
-            kept = kept and (name, len(given)) != ("sub", 1)  # n − 1 is none
-            self.counts |= dict.fromkeys(map(key_of, outs), (bool(kept or SELECTS.fullmatch(name)), name))
-        if name == "_local_scalar_dense" and out == 0:
-            self.none_read = self.whole(args[0])
+        self.counts.note(name, args, out, outs)
         drawn = [t for t in as_list(out) if isinstance(t, Tensor) and not is_float(t) and t.dtype is not torch.bool]
         looks = args and is_float(args[0]) and (drawn or name == "_local_scalar_dense")
         kind = bad(args[0]) if looks else ""
@@ -387,21 +270,6 @@ class Tracer(TorchDispatchMode):
 
     def forwards(self) -> bool:
         return self.stepping is None and torch._C._current_graph_task_id() == -1
-
-    def whole(self, value: object) -> bool:
-        """Does it count, or select? Then a 0 in it means that there was nothing."""
-        if not is_float(value):
-            return isinstance(value, (int, Tensor)) or (isinstance(value, float) and self.none_read)
-        if (key := key_of(value)) in self.counts or not self.forwards():
-            return self.counts.get(key, (False,))[0]
-        plainly = value.layout is torch.strided and not value.is_complex() and value.element_size() > 1
-        if not plainly or value.requires_grad or value.numel() > LARGEST:
-            return False
-        return bool((value == value.round()).all())
-
-    def made(self, t: Tensor) -> str:
-        """The operation of the step's forward that wrote it last; '' if it came in."""
-        return self.counts.get(key_of(t), (False, ""))[1]
 
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
@@ -425,22 +293,22 @@ class Tracer(TorchDispatchMode):
             if is_born and born is None:
                 born = self.born(case, parents, id(t) in before)
             self.last = self.latest[kind] = (*carried, born) if is_born else carried
-            self.record(t, self.last)
+            self.taint.record(t, self.last)
             if before.get(id(t), "") is None or birth.op in COPIES or (born and born.name):
                 self.put.add(key_of(t))
 
     def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
-        parameter = birth.out.requires_grad or self.names.get(key_of(birth.out), ("",))[0].startswith("parameter")
-        recorded = birth.out.requires_grad and torch.is_grad_enabled()
-        event = self.event(birth.op.rstrip("_"), updates=written and birth.out.is_leaf and parameter and not recorded)
+        name = self.names.tensors.get(key_of(birth.out), ("",))[0]
+        parameter = birth.out.requires_grad or name.startswith("parameter")
+        event = self.event(birth.op.rstrip("_"), updates=written and birth.out.is_leaf and parameter)
         birth.native = event.phase == "backward" and not walk(sys._getframe(1)).lines()
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
-        birth.phase, birth.whole, birth.made = event.phase, self.whole, self.made
+        birth.phase, birth.counts = event.phase, self.counts
         if self.stepping is not None:
             groups, states = self.stepping.param_groups, self.stepping.state.values()
             birth.state = {v.dtype for state in states for v in state.values() if is_float(v)}
             birth.eps = [float(e) for g in groups for e in as_list(g.get("eps")) if e is not None]  # Adafactor has two
-        (event.cause, event.explanation), event.kind, mask = diagnose(birth), birth.kind.strip("-"), birth.fresh
+        (event.cause, event.explanation), event.kind = diagnose(birth), birth.kind.strip("-")
         number = birth.literal()
         read = self.reads.get(number) or self.reads.get(f"-{number}") or ()
         literal = number == event.kind and not read  # written in the code: a mask, a sentinel, a poisoned number
@@ -448,10 +316,9 @@ class Tracer(TorchDispatchMode):
             return self.settings[number]
         if literal and event.phase == "forward":
             event.cause, event.phase, event.name = "bad_input", "data", f"{CONSTANT} {event.op}"
-        mask = bad_mask(birth.out) if mask is None else mask
-        mask = mask & torch.isnan(plain(birth.out)) if event.kind == "nan" else mask
+        mask = birth.where() & (torch.isnan(plain(birth.out)) if event.kind == "nan" else True)
         passed_on = birth.op == "_log_softmax" and parents and all(p.deliberate for p in parents)
-        selects = event.cause == "log_of_zero" and self.whole(birth.get("self")) and is_mask(birth.out)
+        selects = event.cause == "log_of_zero" and self.counts.whole(birth.get("self")) and is_mask(birth.out)
         masks = passed_on or literal or (selects and not mask.all())
         event.parents = () if event.cause == "empty_mean" else merge([parents, read])
         event.deliberate = bool(masks) and birth.kind != "nan"
@@ -460,37 +327,22 @@ class Tracer(TorchDispatchMode):
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
         """Whose fault is the first bad element of ``x``? Nobody's here, if it came in from outside."""
-        if not (records := self.taint.get(key_of(x))):
+        if (events := self.taint.behind(x)) is None:
             return (self.arrived(x, kind),)
-        p = plain(x)
-        first, address = int(bad_mask(x).flatten().to(torch.uint8).argmax()), p.storage_offset()
-        for size, step in zip(reversed(p.shape), reversed(p.stride()), strict=True):
-            first, index = divmod(first, size)
-            address += index * step
-        events = next((events for region, events in reversed(records) if covers(region, address)), records[-1][1])
         for e in events if key_of(x) in self.put else ():
             if e.phase == "data" and not e.deliberate and e.name.startswith((UNNAMED, CONSTANT)):
-                name, cause, whole = self.known(x)  # a constant is called by what it was put into
+                name, cause, whole = self.names.find(x)  # a constant is called by what it was put into
                 if cause == "bad_state" or (name != UNNAMED and e.name == UNNAMED):
                     phase = "state" if cause == "bad_state" else "data"
                     seen = e.about(whole, bad_mask(whole), name=name, op=name, cause=cause, phase=phase)
                     vars(e).update(vars(seen), inputs=[f"{name}: {span(whole)}"])
         return events
 
-    def known(self, x: Tensor) -> tuple[str, str, Tensor]:
-        """What a tensor is called that nothing here has made, the cause if it is bad, and the tensor of that name."""
-        self.here()  # adopts the modules around
-        if found := self.names.get(key_of(x)):
-            return found
-        name, whole = name_in_frames(x)
-        state = isinstance(whole, nn.Parameter) or id(whole) in self.parameters
-        return name, "bad_state" if state else "bad_input", whole
-
     def arrived(self, x: Tensor, kind: str) -> Event:
         variable = getattr(torch._C._current_autograd_node(), "variable", None)
         if variable is not None and variable.grad is not None and key_of(variable.grad) == key_of(x):
-            self.adopt_parameter(name_in_frames(variable)[0], variable)
-        (name, cause, whole), known = self.known(x), key_of(x) in self.names
+            self.names.adopt_parameter(name_in_frames(variable)[0], variable)
+        (name, cause, whole), known = self.names.find(x), key_of(x) in self.names.tensors
         phase, said = "state" if cause == "bad_state" else "data", ""
         mask = kind == "-inf" and not x.requires_grad and is_mask(x)
         number = x.dim() == 0 or (x.numel() == 1 and key_of(x) in self.lifted)
@@ -504,19 +356,13 @@ class Tracer(TorchDispatchMode):
         event.amount += ", inf among them" * (kind == "nan" and bool(plain(whole).isinf().any()))
         if key_of(x) in self.lifted or (name == UNNAMED and not known):  # made of a bad number that had been read
             event.parents = self.reads.get(kind, ())
-        self.record(x, (event,))
+        self.taint.record(x, (event,))
         self.came.add(key_of(x))
         return event
 
-    def record(self, t: Tensor, events: tuple[Event, ...]) -> None:
-        p, records = plain(t), self.taint.setdefault(key_of(t), [])
-        if p.numel() * p.element_size() >= p.untyped_storage().nbytes():
-            records.clear()
-        records.append(((p.storage_offset(), tuple(p.shape), p.stride()), events))
-
     # -- what should have been finite --------------------------------------------------------------------------------
-    def sink(self, name: str, value: object) -> None:
-        """Something that ought to be finite: remember whose fault it is, if it is not."""
+    def sink(self, name: str, value: object, role: str = "") -> None:
+        """Something that ought to be finite: remember whose fault it is, if it is not. ``role``: see ``excused``."""
         events, kind = (), ""
         if is_float(value):
             events = self.blame(value, kind) if (kind := bad(value)) else ()
@@ -530,36 +376,7 @@ class Tracer(TorchDispatchMode):
             if kind and not events and name == "the result" and isinstance(value, float):
                 events = (Event(n=self.n, op=name, phase="forward", kind=kind.strip("-"), cause="unknown"),)
         if events:
-            self.sinks[name] = merge([self.sinks.get(name, ()), events])
-
-    def sink_state(self) -> None:
-        """Parameters, gradients, optimizer state; buffers only if this step made them NaN."""
-        states = [(p, k, v) for o in self.optimizers for p, state in o.state.items() for k, v in state.items()]
-        held = [
-            *((f"gradient of {name}", p.grad) for name, p in self.parameters.values()),
-            *((f"parameter {name}", p) for name, p in self.parameters.values()),
-            *((f"optimizer state {k} of {self.name_of(p)}", v) for p, k, v in states),
-        ]
-        for name, value in held:  # what no operation has met does not matter in this step
-            if is_float(value) and key_of(value) in self.taint:
-                self.sink(name, value)
-        for name, buffer in self.buffers.items() if self.taint else ():
-            if is_float(buffer) and bad(buffer) == "nan" and not any(e.name for e in self.blame(buffer, "nan")):
-                self.sink(f"buffer {name}", buffer)
-
-    def abandoned(self, error: BaseException) -> None:
-        """The step raised: what its frames held, and what it says, is all there is to judge by."""
-        trace = error.__traceback__
-        while trace is not None:
-            for name, value in list(trace.tb_frame.f_locals.items()) if whose(trace.tb_frame.f_code) == USER else ():
-                self.sink(f"variable {name} when the step raised", value)
-                for label, part in parts_of(name, value, 1) if not isinstance(value, (Tensor, nn.Module)) else ():
-                    self.sink(f"variable {label} when the step raised", part)
-            trace = trace.tb_next
-        self.raised_about_nan = bool(re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE))
-        last, chosen = (self.last, ()) if self.raised_about_nan else ((), self.chosen)
-        self.sinks["the number at which the step raised"] = self.refused or last
-        self.sinks["the whole number by which the step raised"] = chosen
+            self.sinks[role, name] = merge([self.sinks.get((role, name), ()), events])
 
 
 def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, tuple, bool]:
@@ -567,9 +384,8 @@ def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, t
     bad_in = [(x, k) for _, x, k in birth.inputs if k]
     if birth.pointwise() and not any(id(x) in before for x, _ in bad_in):
         out, nan = bad_mask(birth.out), torch.isnan(birth.out)
-        was_bad = functools.reduce(torch.logical_or, (bad_mask(x) for x, _ in bad_in), torch.zeros_like(out))
-        was_nan = functools.reduce(torch.logical_or, (torch.isnan(x) for x, _ in bad_in), torch.zeros_like(out))
-        birth.fresh = (out & ~was_bad) | (nan & ~was_nan)
+        was = lambda test: functools.reduce(torch.logical_or, (test(x) for x, _ in bad_in), torch.zeros_like(out))
+        birth.fresh = (out & ~was(bad_mask)) | (nan & ~was(torch.isnan))
         touching = lambda where: merge(blame[id(x)] for x, _ in bad_in if (bad_mask(x) & where).any())
         if birth.fresh.any():  # what it is, and what made it, is to be seen at the new places only
             there = lambda x: bad(torch.where(birth.fresh, x, 0))
@@ -579,32 +395,3 @@ def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, t
     visible = birth.op in ("_log_softmax", "logsumexp") and birth.kind != "nan"
     same = [x for x, k in bad_in if (k == "nan" or birth.kind != "nan") and not visible]
     return merge(blame[id(x)] for x in same), () if same else merge(blame.values()), not same
-
-
-def fields_of(value: object) -> object:
-    """What an object holds; other values as they are."""
-    opaque = isinstance(value, (Tensor, nn.Module, type, ModuleType)) or callable(value)
-    return value if opaque else getattr(value, "__dict__", value)
-
-
-def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
-    """Run ``step`` once; report on everything that should be finite afterwards. Compiled regions run eagerly."""
-    result = exception = None
-    try:
-        with torch.compiler.set_stance("force_eager"), tracer:
-            result = step()
-    except RAISED as error:  # it is part of the report
-        exception = error
-        tracer.abandoned(error)
-    # Single numbers are losses and metrics; larger tensors are 'values', among which a mask may be handed back.
-    named = {f"result[{k!r}]": v for k, v in result.items()} if isinstance(result, Mapping) else {"the result": result}
-    for name, part in named.items():
-        for value in (leaf for v in tree_leaves(part) for leaf in tree_leaves(fields_of(v))):
-            if is_float(value) and (key_of(value) in tracer.came or key_of(value) not in tracer.taint):
-                continue  # handed back as it came in
-            several = isinstance(value, Tensor) and value.numel() > 1
-            below = is_float(value) and bad(value) == "-inf"
-            number = "" if isinstance(value, Tensor) or value is part else "a number in "
-            tracer.sink("masked " * (several and below) + ("values in " if several or below else number) + name, value)
-    tracer.sink_state()
-    return verdict(tracer, exception), result

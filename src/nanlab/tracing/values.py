@@ -51,6 +51,11 @@ def bad_mask(t: Tensor) -> Tensor:
     return ~torch.isfinite(plain(t))
 
 
+def is_mask(t: Tensor) -> bool:
+    """Is each finite number 0, as in a mask that is added?"""
+    return not plain(t)[~bad_mask(t)].any()
+
+
 def span(t: Tensor) -> str:
     """Shape, dtype, range of the finite values, and how many are zero, inf or NaN."""
     t = plain(t)

@@ -1,33 +1,24 @@
-"""Where a step is: whose code runs, on which line, inside which modules; and what that code calls a tensor."""
+"""Where a step is: whose code runs, on which line, inside which modules."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import linecache
 import os
 import sys
 import sysconfig
-from collections import UserDict
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from nanlab.tracing.values import bad, is_float, plain
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
 STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
 INSTALLED, GENERATED = ("site-packages", "dist-packages"), ("<frozen", "<eval_with_key", "<torch_package")
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT, MODULE = range(6)
 MACHINERY = {_engine_run_backward.__code__: ENGINE, nn.Module._call_impl.__code__: MODULE}
-UNNAMED = "an unnamed tensor"
 
 
 @functools.cache
@@ -78,6 +69,16 @@ def walk(frame) -> Place:
     return Place(user, library, tuple(modules), frame is not None, recomputed)
 
 
+def text_of(code, line: int) -> str:
+    """The line itself. Cells may share a file name: then the latest in which this function begins where it should."""
+    begins = "lambda" * (code.co_name == "<lambda>") if code.co_name.startswith("<") else f"def {code.co_name}"
+    cells = reversed(getattr(sys.modules["__main__"], "In", ()))
+    for lines in (linecache.getlines(code.co_filename), *map(str.splitlines, cells)):
+        if any(begins in text for text in lines[code.co_firstlineno - 1 : line]):
+            return lines[line - 1]
+    return ""
+
+
 def line_of(at: tuple | None) -> tuple[str, str]:
     """('file.py:12', 'in step():  loss = …'). A cell is called 'cell:12'; a library's file by its path inside it."""
     if at is None:
@@ -85,58 +86,9 @@ def line_of(at: tuple | None) -> tuple[str, str]:
     code, instruction = at
     line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
     function = "" if code.co_name.startswith("<") else f"in {code.co_name}():"
-    said = f"{function}  {linecache.getline(code.co_filename, line).strip()[:120]}".strip()
+    said = f"{function}  {text_of(code, line).strip()[:120]}".strip()
     parts = Path(code.co_filename).parts
     if "ipykernel_" in code.co_filename or parts[-1].startswith(("<cell", "<ipython-input")):
         return f"cell:{line}", said
     cut = max((i + 1 for i, part in enumerate(parts) if part in INSTALLED), default=len(Path(PACKAGE).parts) - 1)
     return f"{'/'.join(parts[cut:]) if whose(code) == LIBRARY else parts[-1]}:{line}", said
-
-
-def pairs_of(value: object) -> list[tuple[object, object]]:
-    """(key, entry) of a container, at most a thousand. Its own entries: some mappings load them when asked."""
-    held = value.data if isinstance(value, UserDict) else value
-    pairs = dict.items(held) if isinstance(held, dict) else enumerate(held) if isinstance(held, (list, tuple)) else ()
-    return list(itertools.islice(pairs, 1000))
-
-
-def with_entries(variables: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """(name, value) of variables, and of what their containers hold."""
-    for name, value in variables.items():
-        yield name, value
-        yield from ((f"{name}[{k!r}]", entry) for k, entry in pairs_of(value))
-
-
-def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) for every tensor that a variable is or holds: in a container, a module, an object."""
-    if isinstance(value, Tensor):
-        yield name, value
-        if value.is_leaf and value.grad is not None:
-            yield f"{name}.grad", value.grad
-    elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.flags.writeable:
-        yield name, torch.from_numpy(value)
-    elif isinstance(value, nn.Module):
-        yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
-    elif depth and not isinstance(value, (str, type, ModuleType, TorchDispatchMode)):
-        entries = [(f"{name}[{k!r}]", v) for k, v in pairs_of(value)]
-        if not entries:
-            entries = [(f"{name}.{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
-        for label, entry in entries:
-            yield from parts_of(label, entry, depth - 1)
-
-
-def user_variables() -> Iterator[tuple[str, object]]:
-    """(name, value) of the variables of the user's frames, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield from list(frame.f_locals.items()) if whose(frame.f_code) == USER else ()
-        frame = frame.f_back
-
-
-def name_in_frames(x: Tensor) -> tuple[str, Tensor]:
-    """What the user's code calls this tensor, and the tensor of that name, of which ``x`` may be a view."""
-    memory = lambda t: plain(t).untyped_storage().data_ptr()  # what NumPy shares has a storage of its own
-    for label, v in (part for variable in user_variables() for part in parts_of(*variable)):
-        if v is x or (is_float(v) and memory(v) == memory(x) and (v.numel() == x.numel() or bad(v))):
-            return label, v
-    return UNNAMED, x

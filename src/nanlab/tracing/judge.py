@@ -1,0 +1,147 @@
+"""What should be finite after a step, what of it matters, and the one verdict with its story."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from nanlab.tracing.causes import CAUSES, CONSTANT
+from nanlab.tracing.events import Event
+from nanlab.tracing.names import parts_of
+from nanlab.tracing.report import Report
+from nanlab.tracing.tracer import Tracer
+from nanlab.tracing.values import bad, is_float, key_of
+from nanlab.tracing.where import USER, whose
+
+RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
+
+
+def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
+    """Run ``step`` once; report on everything that should be finite afterwards. Compiled regions run eagerly."""
+    result = exception = None
+    try:
+        with torch.compiler.set_stance("force_eager"), tracer:
+            result = step()
+    except RAISED as error:  # it is part of the report
+        exception = error
+        abandoned(tracer, error)
+    # Single numbers are losses and metrics; larger tensors are 'values', among which a mask may be handed back.
+    named = {f"result[{k!r}]": v for k, v in result.items()} if isinstance(result, Mapping) else {"the result": result}
+    for name, part in named.items():
+        for value in (leaf for v in tree_leaves(part) for leaf in tree_leaves(fields_of(v))):
+            if is_float(value) and (key_of(value) in tracer.came or key_of(value) not in tracer.taint):
+                continue  # handed back as it came in
+            several = isinstance(value, Tensor) and value.numel() > 1
+            below = is_float(value) and bad(value) == "-inf"
+            role = "masked" if several and below else "values" if several or below else ""
+            what = "values in " if role else "" if isinstance(value, Tensor) or value is part else "a number in "
+            tracer.sink(what + name, value, role)
+    sink_state(tracer)
+    return verdict(tracer, exception), result
+
+
+def fields_of(value: object) -> object:
+    """What an object holds; other values as they are."""
+    opaque = isinstance(value, (Tensor, nn.Module, type, ModuleType)) or callable(value)
+    return value if opaque else getattr(value, "__dict__", value)
+
+
+def sink_state(tracer: Tracer) -> None:
+    """Parameters, gradients, optimizer state; buffers only if this step made them NaN."""
+    states = [(p, k, v) for o in tracer.optimizers for p, state in o.state.items() for k, v in state.items()]
+    held = [
+        *((f"gradient of {name}", p.grad, "") for name, p in tracer.names.parameters.values()),
+        *((f"parameter {name}", p, "parameter") for name, p in tracer.names.parameters.values()),
+        *((f"optimizer state {k} of {tracer.names.of(p)}", v, "state") for p, k, v in states),
+    ]
+    for name, value, role in held:  # what no operation has met does not matter in this step
+        if is_float(value) and key_of(value) in tracer.taint:
+            tracer.sink(name, value, role)
+    for name, buffer in tracer.names.buffers.items() if tracer.taint else ():
+        if is_float(buffer) and bad(buffer) == "nan" and not any(e.name for e in tracer.blame(buffer, "nan")):
+            tracer.sink(f"buffer {name}", buffer, "state")
+
+
+def abandoned(tracer: Tracer, error: BaseException) -> None:
+    """The step raised: what its frames held, and what it says, is all there is to judge by."""
+    trace = error.__traceback__
+    while trace is not None:
+        for name, value in list(trace.tb_frame.f_locals.items()) if whose(trace.tb_frame.f_code) == USER else ():
+            tracer.sink(f"variable {name} when the step raised", value, "held")
+            for label, part in parts_of(name, value, 1) if not isinstance(value, (Tensor, nn.Module)) else ():
+                tracer.sink(f"variable {label} when the step raised", part, "held")
+        trace = trace.tb_next
+    tracer.raised_about_nan = bool(re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE))
+    last, chosen = (tracer.last, ()) if tracer.raised_about_nan else ((), tracer.chosen)
+    tracer.sinks["held", "the number at which the step raised"] = tracer.refused or last
+    tracer.sinks["", "the whole number by which the step raised"] = chosen
+
+
+def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
+    """The earliest root among everything that reached a sink of the ``Tracer``; the other independent ones beside
+    it."""
+    sinks = [(role, name, e) for (role, name), events in tracer.sinks.items() for e in events]
+    reached = [(name, e) for role, name, e in sinks if not excused(role, e, tracer)]
+    roots = sorted(dict.fromkeys(e.root() for _, e in reached), key=lambda e: e.n)  # a set would order ties by chance
+    births: dict = {}  # what comes from an earlier one, or from the same line, is no further birth
+    for root in [e for e in roots if not e.deliberate] or roots:
+        places = {place(e) for e in root.lineage()}
+        birth = next((b for b in births if place(b) in places), root)
+        births.setdefault(birth, []).extend(name for name, e in reached if e.root() is root)
+    reports = [about(root, names, [e for _, e in reached if e.root() is root]) for root, names in births.items()]
+    report = reports[0] if reports else Report()
+    report.others, report.exception = reports[1:], exception
+    if reports and tracer.growth:
+        growth = [*tracer.growth, (tracer.n, tracer.largest())]
+        before = sum(n <= roots[0].n for n, _ in growth)  # the next one is what the parameters were at the birth
+        report.growth = [value for _, value in growth[: before + 1] if value == value]
+    return report
+
+
+def about(root: Event, names: list[str], ends: list[Event]) -> Report:
+    """What one birth looks like: from it to the NaN it became, to the sinks that it reached."""
+    names, steps = list(dict.fromkeys(names)), [max(ends, key=lambda e: e.n)]
+    while steps[0] is not root:
+        steps.insert(0, next(p for p in steps[0].parents if p.root() is root))
+    surfaced = f"It surfaced in {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}."
+    report, row = Report(**{f.name: getattr(root, f.name) for f in fields(Report)}), CAUSES[root.cause]
+    report.found, report.advice, report.lesson = True, row.advice, row.lesson
+    report.explanation = f"{row.explain} {root.explanation}".strip()
+    report.story = [*map(sentence, [*root.parents[:1], *steps]), surfaced]
+    return report
+
+
+def excused(role: str, event: Event, tracer: Tracer) -> bool:
+    """Values that somebody means to be there, or that something already takes care of.
+
+    ``role``: of a sink: a "parameter", other "state" of model and optimizer, "values" that the step returned, such that
+    are "masked" by −inf, what was "held" when the step raised; "" for losses, gradients, metrics.
+    """
+    root = event.root()
+    if tracer.scaler_skips and root.cause == "overflow" and root.phase == "backward":
+        return role not in ("parameter", "state")  # GradScaler skips it and lowers its scale
+    if role in ("values", "masked"):  # a mask or a sentinel handed back
+        given = bool(root.name) and (tracer.went_backward or role == "masked")
+        return root.deliberate or root.name.startswith(CONSTANT) or given
+    if role == "held" and root.phase in ("data", "state") and not tracer.raised_about_nan:
+        return True  # the step raised for a reason of its own
+    return role in ("parameter", "held") and root.deliberate  # a mask kept there
+
+
+def place(e: Event) -> tuple:
+    return e.source, e.library, e.module, e.name
+
+
+def sentence(e: Event) -> str:
+    where = " ".join(filter(None, [e.module and f"in {e.module}", e.source and f"at {e.source}"]))
+    if e.phase in ("data", "state"):
+        return f"{e.name} was already {e.kind} ({e.amount or 'a number'}) when it was used {where}."
+    note, made = f" ({e.note})" if e.note else "", "passed on a deliberate" if e.deliberate else "made"
+    return f"{e.phase}: {e.op}{note} {made} {e.kind} ({e.amount}) {where}."
