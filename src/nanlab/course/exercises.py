@@ -449,7 +449,7 @@ def check_08_phases(answer: dict[str, str]) -> bool:
     for name, phase in right.items():
         if answer.get(name) != phase:
             return _verdict(f"{name} is not {answer.get(name)!r}: {hints[name]}", "")
-    return _verdict("", "Three phases, and one tool each would have missed at least one of them.")
+    return _verdict("", "Three phases; each of the other tools misses at least one of them.")
 
 
 # --- 07 learning rate and dirty data --------------------------------------------------------------------------------

@@ -271,6 +271,7 @@ CASES.append(
         also=(
             ("bad_state", "state", "if isinstance(module, (nn.Linear, nn.Embedding)):"),
             ("bad_state", "state", "return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight"),
+            ("bad_state", "state", "loss = F.cross_entropy(model(ids[:-1]), ids[1:])"),
         ),
         tool="preflight",
         look=lambda: look_at(from_meta),

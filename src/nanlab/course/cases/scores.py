@@ -273,6 +273,10 @@ CASES.append(
         cause="zero_over_zero",
         phase="forward",
         line="normalised = (x - x.mean(0)) / x.std(0)",
+        also=(
+            ("", "forward", "predicted = logits.argmax(-1)"),
+            ("", "forward", 'return {"accuracy": (predicted == labels.flatten()).float().mean()}'),
+        ),
         link="https://github.com/GeorgeSeif/Semantic-Segmentation-Suite/issues/191",
         family="metric_only",
         trap="finite and wrong",
