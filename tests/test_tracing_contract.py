@@ -609,3 +609,28 @@ def test_a_wrong_argument_beside_a_trainer_is_refused_in_one_line(tmp_path, wron
     with pytest.raises(InputError, match=next(iter(wrong))) as error:
         locate(trainer(tmp_path), **wrong)
     assert "\n" not in str(error.value)
+
+
+def test_an_operation_that_draws_is_not_done_again():
+    large = torch.full((8,), 60000.0, dtype=torch.float16)
+
+    def step():
+        return torch.native_dropout(large, 0.5, True)[0].sum()  # times two
+
+    torch.manual_seed(1)
+    step()
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    assert verdict(locate(step)) == ("overflow", "forward", line("times two"))
+    assert torch.rand(1) == after
+
+
+@pytest.mark.parametrize("largest", [1 << 22, 0])
+def test_squares_that_overflow_are_told_also_of_tensors_too_large_for_a_second_look(monkeypatch, largest):
+    monkeypatch.setattr("nanlab.tracing.causes.LARGEST", largest)
+    hidden = torch.tensor([[1e30, -1e30, 2e30, 0.0]])
+
+    def step():
+        return F.layer_norm(hidden, (4,)).sum()  # squares of 1e30
+
+    assert verdict(locate(step)) == ("overflow", "forward", line("squares of 1e30"))
