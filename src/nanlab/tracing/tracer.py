@@ -297,17 +297,12 @@ class Tracer(TorchDispatchMode):
             if before.get(id(t), "") is None or birth.op in COPIES or (born and born.name):
                 self.put.add(key_of(t))
 
-    def born(self, birth: Birth, parents: tuple, written: bool) -> Event:
+    def born(self, birth: Birth, parents: tuple[Event, ...], written: bool) -> Event:
+        """The event of a birth: where it is, why, and whether somebody meant it."""
         name = self.names.tensors.get(key_of(birth.out), ("",))[0]
-        parameter = birth.out.requires_grad or name.startswith("parameter")
-        event = self.event(birth.op.rstrip("_"), updates=written and birth.out.is_leaf and parameter)
-        birth.native = event.phase == "backward" and not walk(sys._getframe(1)).lines()
-        birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
-        birth.phase, birth.counts = event.phase, self.counts
-        if self.stepping is not None:
-            groups, states = self.stepping.param_groups, self.stepping.state.values()
-            birth.state = {v.dtype for state in states for v in state.values() if is_float(v)}
-            birth.eps = [float(e) for g in groups for e in as_list(g.get("eps")) if e is not None]  # Adafactor has two
+        moved = written and birth.out.is_leaf and (birth.out.requires_grad or name.startswith("parameter"))
+        event = self.event(birth.op.rstrip("_"), updates=moved)
+        self.look_around(birth, event.phase, parents)
         (event.cause, event.explanation), event.kind = diagnose(birth), birth.kind.strip("-")
         number = birth.literal()
         read = self.reads.get(number) or self.reads.get(f"-{number}") or ()
@@ -317,13 +312,23 @@ class Tracer(TorchDispatchMode):
         if literal and event.phase == "forward":
             event.cause, event.phase, event.name = "bad_input", "data", f"{CONSTANT} {event.op}"
         mask = birth.where() & (torch.isnan(plain(birth.out)) if event.kind == "nan" else True)
-        passed_on = birth.op == "_log_softmax" and parents and all(p.deliberate for p in parents)
-        selects = event.cause == "log_of_zero" and self.counts.whole(birth.get("self")) and is_mask(birth.out)
-        masks = passed_on or literal or (selects and not mask.all())
         event.parents = () if event.cause == "empty_mean" else merge([parents, read])
-        event.deliberate = bool(masks) and birth.kind != "nan"
+        # The logarithm of 0 and 1 is a mask that will be added.
+        selects = event.cause == "log_of_zero" and self.counts.whole(birth.get("self")) and is_mask(birth.out)
+        passed_on = birth.op == "_log_softmax" and bool(parents) and all(p.deliberate for p in parents)
+        event.deliberate = birth.kind != "nan" and (literal or passed_on or (selects and not bool(mask.all())))
         inputs = [f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs]
         return event.about(birth.out, mask, inputs=inputs)
+
+    def look_around(self, birth: Birth, phase: str, parents: tuple[Event, ...]) -> None:
+        """What the table of causes asks of the step around an operation."""
+        birth.phase, birth.counts = phase, self.counts
+        birth.native = phase == "backward" and not walk(sys._getframe(1)).lines()
+        birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
+        if self.stepping is not None:
+            groups, states = self.stepping.param_groups, self.stepping.state.values()
+            birth.state = {v.dtype for state in states for v in state.values() if is_float(v)}
+            birth.eps = [float(e) for g in groups for e in as_list(g.get("eps")) if e is not None]  # Adafactor has two
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
         """Whose fault is the first bad element of ``x``? Nobody's here, if it came in from outside."""

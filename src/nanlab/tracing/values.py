@@ -11,14 +11,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin
 
+WITHOUT_MEMORY = (UninitializedTensorMixin, FakeTensor, FunctionalTensor)
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def is_float(t: object) -> bool:
     """A tensor of real or complex numbers, whose memory can be looked at."""
-    if not isinstance(t, Tensor) or isinstance(t, UninitializedTensorMixin) or t.device.type == "meta":
-        return False
-    if isinstance(t, (FakeTensor, FunctionalTensor)):
+    if not isinstance(t, Tensor) or isinstance(t, WITHOUT_MEMORY) or t.device.type == "meta":
         return False
     wrapped = t.is_nested or t._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(t)
     return (t.is_floating_point() or t.is_complex()) and not wrapped
