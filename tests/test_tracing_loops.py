@@ -1322,3 +1322,16 @@ def test_bad_data_says_if_there_is_inf_among_its_nan():
     report = locate(lambda: (x @ w).sum().backward())
     assert report.cause == "bad_input"
     assert "(2 of 4 in (2, 2) float32, inf among them)" in report.story[0]
+
+
+def test_a_gradient_left_over_in_a_plain_tensor_is_state_and_has_its_name():
+    prompt = torch.tensor([1.0, 2.0], requires_grad=True)
+    prompt.grad = torch.tensor([math.nan, 1.0])
+    kept = [prompt]
+
+    def step():
+        return kept[0].grad.norm()  # clipped by hand
+
+    report = locate(step)
+    assert verdict(report) == ("bad_state", "state", line("clipped by hand")), str(report)
+    assert report.op == "kept[0].grad"

@@ -62,7 +62,7 @@ class Names:
         if found := self.tensors.get(key_of(x)):
             return found
         name, whole = name_in_frames(x)
-        state = isinstance(whole, nn.Parameter) or id(whole) in self.parameters
+        state = isinstance(whole, nn.Parameter) or id(whole) in self.parameters or name.endswith(".grad")
         return name, "bad_state" if state else "bad_input", whole
 
     def here(self) -> Place:
