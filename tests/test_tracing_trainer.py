@@ -349,18 +349,19 @@ def test_orpo_texts_are_one_part_each_with_its_name(tmp_path):
 def own_mask(rows_of_data: list) -> dict[str, torch.Tensor]:
     """A collator that makes the additive mask itself, of −inf, and lets row 1 see nothing."""
     ids = torch.tensor([row["input_ids"] for row in rows_of_data])
-    mask = torch.full((len(ids), 1, 6, 6), -torch.inf).triu(1)
+    mask = torch.full((len(ids), 1, 6, 6), -torch.inf).triu(1)  # made by the collator
     mask[1] = -torch.inf
     return {"input_ids": ids, "labels": ids, "attention_mask": mask}
 
 
-def test_a_mask_of_the_trainers_batch_goes_by_its_name(tmp_path):
+def test_a_mask_of_the_collator_has_its_line(tmp_path):
     model = make_model()
     model.set_attn_implementation("eager")
     options = arguments(tmp_path, remove_unused_columns=False)
     report = located(Trainer(model, options, train_dataset=rows(), data_collator=own_mask))
     assert (report.cause, report.rows, len(report.examples)) == ("masked_row", [1], 1)
-    assert report.story[0].startswith("batch attention_mask was already inf")
+    assert report.story[0].startswith("a constant in full was already inf")
+    assert line("made by the collator") in report.story[0]
 
 
 class FromInputs(Trainer):

@@ -103,11 +103,11 @@ class Birth(SimpleNamespace):
         return torch.tensor(number, dtype=self.narrowest()).item()
 
     def literal(self) -> str:
-        """'nan', 'inf' or '': a non-finite number written as an argument."""
+        """'nan', 'inf', '-inf' or '': a non-finite number written as an argument."""
         numbers = [
             v for a in self.named().values() for v in as_list(a) if isinstance(v, float) and not math.isfinite(v)
         ]
-        return "nan" if any(v != v for v in numbers) else "inf" if numbers else ""
+        return "nan" if any(v != v for v in numbers) else str(max(numbers, default=""))
 
     def measured(self, x: Tensor, other: object) -> bool:
         """Is x / other no mean of a selection, although ``other`` holds whole numbers?
@@ -125,7 +125,7 @@ class Birth(SimpleNamespace):
         return not any(kind for _, _, kind in self.inputs) and not self.literal()
 
     def nan_from_inf(self) -> bool:
-        return self.kind == "nan" and (any("inf" in kind for _, _, kind in self.inputs) or self.literal() == "inf")
+        return self.kind == "nan" and (any("inf" in kind for _, _, kind in self.inputs) or "inf" in self.literal())
 
     def too_large(self) -> bool:
         """Did finite numbers give NaN because of their size? Then float64 gives none for the same numbers."""
@@ -237,7 +237,7 @@ def _(b: Birth) -> bool:
         return bool((b.get("lengths") == 0).any())
     if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
-    counted = b.counts.whole(other) if isinstance(other, Tensor) else b.counts.whole(other) or x.numel() == 1
+    counted = b.counts.whole(other) or (not isinstance(other, Tensor) and b.counts.made(x) == "sum")
     return b.kind == "nan" and counted and b.zero(other) and not b.native and not b.measured(x, other)
 
 

@@ -64,7 +64,7 @@ def sink_state(tracer: Tracer) -> None:
     for name, value, role in held:  # what no operation has met does not matter in this step
         if is_float(value) and key_of(value) in tracer.taint:
             tracer.sink(name, value, role)
-    for name, buffer in tracer.names.buffers.items() if tracer.taint else ():
+    for name, buffer in tracer.names.buffers.values() if tracer.taint else ():
         if is_float(buffer) and bad(buffer) == "nan" and not any(e.name for e in tracer.blame(buffer, "nan")):
             tracer.sink(f"buffer {name}", buffer, "state")
 

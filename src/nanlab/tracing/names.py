@@ -22,7 +22,7 @@ UNNAMED = "an unnamed tensor"
 
 class Names:
     """``tensors``: storage → (name, the cause if it is bad on arrival, tensor). ``modules``: module → name.
-    ``parameters``: id → (name, parameter). ``buffers``: name → tensor. The first name that is given stays."""
+    ``parameters``, ``buffers``: id → (name, tensor). The first name that is given stays."""
 
     def __init__(self) -> None:
         self.tensors, self.modules, self.parameters, self.buffers = {}, {}, {}, {}
@@ -39,7 +39,7 @@ class Names:
             self.adopt_parameter(prefix + name, parameter)
         for name, buffer in model.named_buffers():
             self.add(buffer, f"buffer {prefix}{name}", "bad_state")
-            self.buffers[prefix + name] = buffer
+            self.buffers.setdefault(id(buffer), (prefix + name, buffer))
 
     def adopt_parameter(self, name: str, p: Tensor) -> None:
         self.parameters.setdefault(id(p), (name, p))

@@ -2,14 +2,14 @@
 
 ``trainer.train()`` or ``trainer.evaluate()`` itself runs, so that accumulation, clipping, schedules, collators and
 your own callbacks are the real ones, up to ``max_steps``. Nothing is saved, logged, shown or (in training) evaluated,
-and a guard looks away. Each batch first runs untraced. If its loss or a gradient is not finite, or if it raises, all
-that it changed goes back, and the same batch runs once more under the tracer. Optimizer steps and the callbacks around
-them always run under it.
+and a guard looks away. Each batch first runs untraced. If its loss or a gradient is not finite, if a parameter or a
+buffer has become NaN, or if it raises, all that it changed goes back, and the same batch runs once more under the
+tracer. What runs between the batches always runs under it: collators, callbacks, clipping, optimizer steps.
 
 Afterwards all that can be reached from the trainer holds what it held, bit for bit: parameters, gradients, optimizers,
 schedulers, scaler, modules and their hooks, callbacks, collators, generators of random numbers, your own attributes.
-This needs memory for one copy of the tensors. Out of reach are iterators and loaders in use, files, threads, tables and
-clients of other packages, what a data set holds in lists and tensors, and globals.
+This needs memory for two copies of the tensors. Out of reach are iterators and loaders in use, files, threads, tables
+and clients of other packages, what a data set holds in lists and tensors, attributes of classes, and globals.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from nanlab.errors import InputError
 from nanlab.tracing.causes import CONSTANT
 from nanlab.tracing.judge import RAISED, run, sink_state, verdict
-from nanlab.tracing.names import with_entries
+from nanlab.tracing.names import UNNAMED, with_entries
 from nanlab.tracing.report import Report
 from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.undo import freeze, generators
@@ -43,7 +41,6 @@ LIBRARIES = ("transformers.", "trl.", "nanlab.guard")
 KEPT = ("DefaultFlowCallback", "SyncRefModelCallback", "PEFTAdapterEMACallback")
 SILENT = ("log", "save_model", "_save_checkpoint")
 MEASURES = ("preprocess_logits_for_metrics", "compute_metrics")
-AROUND = ("on_pre_optimizer_step", "on_optimizer_step", "on_step_end")  # callbacks that may write numbers
 
 IRREGULAR = "Something in it changes from one run to the next: an iterator or a file cannot be wound back."
 BETWEEN = "They were made in compute_metrics(), or where the losses of the batches are put together."
@@ -65,15 +62,14 @@ class Hunt:
 
     ``fetched``: (rows of the dataset, the batch made of them), the last ones. ``part``, ``first``: which of several
     evaluation sets, and its first batch. ``irregular``: batches that failed, but not again. ``aside``: bad values
-    handed to the metrics. ``undo``: of optimizer steps inside the batch that runs, None outside.
+    handed to the metrics. ``spoilt``: parameters and buffers that hold NaN since an earlier batch.
     """
 
     def __init__(self, trainer: Any, mode: str, limit: int | None) -> None:
         self.trainer, self.mode, self.limit, self.batch = trainer, mode, limit, -1
-        self.report, self.tracer, self.stack = Report(), Tracer(), contextlib.ExitStack()
+        self.report, self.tracer, self.spoilt = Report(), Tracer(), set()
         self.fetched: deque = deque(maxlen=8 + trainer.args.gradient_accumulation_steps)
         self.part, self.first, self.irregular, self.aside = "", 0, [], {}
-        self.undo, self.watching, self.stepping = None, False, None
 
     def install(self) -> None:
         """Take part in the run. Nothing here is taken back one by one: the trainer is frozen."""
@@ -97,15 +93,33 @@ class Hunt:
         for name, held in with_entries(vars(trainer)):
             if isinstance(held, nn.Module):
                 self.tracer.names.adopt(held, f"{name}.")
+        self.failed(None)  # for what is spoilt already
 
-    def step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of training_step or prediction_step."""
+        self.look()
         self.batch += 1
         if self.batch == self.limit:
             raise Found
+        self.tracer.__exit__(None, None, None)
+        try:
+            return self.try_out(*args, **kwargs)
+        finally:
+            self.tracer.__enter__()
+
+    @_disable_current_modes()
+    def look(self) -> None:
+        """Since the last batch: has anything spoilt gradients, parameters or optimizer state?"""
+        sink_state(self.tracer)
+        if (report := verdict(self.tracer)).found:
+            self.stop(report, {})
+        self.tracer.sinks = {}
+
+    def try_out(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch untraced; if it fails, put back what it changed, and run it once more under the tracer."""
         given = dict(inputs) if isinstance(inputs, Mapping) else {}  # a step may take entries out
-        undo, self.undo = freeze([self.trainer, model, inputs, *generators()], (nn.Parameter, Optimizer, Hunt)), {}
-        result, failed = None, True
+        undo = freeze([self.trainer, model, inputs, *generators()], (Hunt,))
+        result, failed, spoilt = None, True, self.spoilt
 
         def call() -> Any:
             nonlocal result
@@ -113,66 +127,47 @@ class Hunt:
             return result[:2] if isinstance(result, tuple) else result  # labels of an evaluation may be missing
 
         with contextlib.suppress(*RAISED):  # it will raise again under the tracer
-            failed = self.failed(model, call())
-        steps, self.undo = self.undo, None
+            failed = self.failed(call())
         if not failed:
             return result
-        for put_back in (*reversed(steps.values()), undo):
-            put_back()
+        undo()
+        self.spoilt = spoilt
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         self.tracer.scaler_skips = scaler is not None and scaler.get_scale() > 1
+        self.tracer.reads = {}  # what was logged before is not what this batch is made of
         for name, value in given.items():
             self.tracer.names.add(value, f"batch {name}")
-        self.watching, self.tracer.sinks = True, {}
-        report, seen = run(self.tracer, call)
-        self.watching = False
+
+        def traced() -> Any:
+            seen = call()
+            if self.mode == "eval" and is_float(result[0]):
+                self.tracer.sink_loss("the loss of the evaluation", result[0])
+            return seen
+
+        report, seen = run(self.tracer, traced)
         births = (report, *report.others) if self.mode == "eval" and report.found else ()
-        meant = births and all(b.story[0].startswith(CONSTANT) for b in births)  # NaN written among the outputs
+        single = lambda b: b.story[0].startswith(CONSTANT) or (b.phase == "data" and not b.length)
+        meant = births and all(map(single, births))  # NaN written among the outputs
         if report.exception or (report.found and not (meant and not troubled(result[0]))):
             undo()  # for the batch's sake
             self.stop(report, given)
-        if not self.failed(model, seen):
+        self.tracer.sinks = {}
+        if not self.failed(seen):
             self.irregular.append(self.batch)
         return result
 
-    def failed(self, model: nn.Module, result: Any) -> bool:
-        grads = (p.grad for p in model.parameters()) if self.mode == "train" else ()
-        return any(map(troubled, tree_leaves(result))) or any(is_float(g) and bool(bad(g)) for g in grads)
+    def failed(self, result: Any) -> bool:
+        """Is the loss bad, or a gradient, or a parameter or a buffer that was none before?"""
+        names = self.tracer.names
+        held = (*names.parameters.values(), *names.buffers.values()) if self.mode == "train" else ()
+        state = [t for _, t in held]
+        old, self.spoilt = self.spoilt, {id(t) for t in state if is_float(t) and bad(t) == "nan"}
+        grads = any(is_float(t.grad) and bool(bad(t.grad)) for t in state)
+        return bool(self.spoilt - old) or grads or any(map(troubled, tree_leaves(result)))
 
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
-        """For what runs beside the batches, and counts if it spoils gradients, parameters or optimizer state."""
-        self.watching, self.tracer.sinks = True, {}
-        TorchDispatchMode.__enter__(self.tracer)
-        try:
-            yield
-        finally:
-            TorchDispatchMode.__exit__(self.tracer, None, None, None)
-            self.watching = False
-        sink_state(self.tracer)
-        if (report := verdict(self.tracer)).found:
-            self.stop(report, {})
-
-    def before(self, optimizer: Optimizer, *given: Any) -> Any:
-        if self.watching:  # a replay sees to it, or the optimizer around this one
-            return None
-        if self.undo is not None and optimizer not in self.undo:
-            self.undo[optimizer] = freeze([optimizer], (Hunt,))
-        self.stepping = optimizer
-        self.stack.enter_context(self.traced())
-        return self.tracer.before_step(optimizer, *given)
-
-    def after(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is self.stepping:
-            self.stepping = None
-            self.tracer.after_step()
-            self.stack.close()
-
-    def event(self, original: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
+    def event(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """In place of the handler's call_event: callbacks do as always, but nothing is saved and nothing evaluated."""
-        worth_it = name in AROUND and len(self.trainer.callback_handler.callbacks) > 1 and not self.watching
-        with self.traced() if worth_it else contextlib.nullcontext():
-            control = original(name, *args, **kwargs)
+        control = original(*args, **kwargs)
         control.should_log = control.should_evaluate = control.should_save = False
         return control
 
@@ -182,8 +177,7 @@ class Hunt:
 
     def measure(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """In place of what makes metrics. Whether a bad value matters is seen when the metrics are there."""
-        with self.tracer:
-            result = original(*args, **kwargs)
+        result = original(*args, **kwargs)
         for value in tree_leaves(result):
             self.tracer.sink("values for the metrics", value, "values")
         self.aside, self.tracer.sinks = {**self.tracer.sinks, **self.aside}, {}
@@ -201,7 +195,9 @@ class Hunt:
         size = len(index) or max(map(len, tokens.values()), default=0)
         blocks = len(PARTS) if any(c.__module__.startswith("trl.") for c in type(self.trainer).__mro__) else 1
         if report.length in [size * n for n in range(1, blocks + 1)] and (
-            report.phase in ("data", "forward") or report.cause == "gradient_at_edge"
+            report.phase == "forward"
+            or report.cause == "gradient_at_edge"
+            or report.op.startswith(("batch ", UNNAMED, CONSTANT))
         ):
             report.examples = sorted({index[row % size] for row in report.rows}) if index else []
             for row in report.rows[:4] if hasattr(getattr(self.trainer, "processing_class", None), "decode") else ():
@@ -250,7 +246,7 @@ def troubled(value: object) -> bool:
 def alike(batch: Any, inputs: dict[str, Any]) -> bool:
     """Do two batches hold the same numbers, wherever they lie?"""
     old, new = ([t.cpu() for t in tree_leaves(b) if isinstance(t, Tensor)] for b in (dict(batch), inputs))
-    same = lambda a, b: torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    same = lambda a, b: a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is no 0
     return bool(old) and len(old) == len(new) and all(map(same, old, new))
 
 
@@ -278,15 +274,13 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
     if getattr(trainer, f"{mode}_dataset", None) is None and not own_loader:
         raise InputError(f"locate(): the trainer has no {mode}_dataset; give it one, or locate() a step of your own")
     hunt, metrics, undo = Hunt(trainer, mode, max_batches), None, freeze([trainer, *generators()])
-    hooks = [register_optimizer_step_pre_hook(hunt.before), register_optimizer_step_post_hook(hunt.after)]
     try:
         hunt.install()
-        with contextlib.suppress(Found), watch_fetches(hunt.fetched), hunt.stack:
+        with contextlib.suppress(Found), watch_fetches(hunt.fetched), hunt.tracer:
             metrics = trainer.train() if mode == "train" else trainer.evaluate()
+            hunt.look()
     except RAISED as error:
         hunt.report.exception = error
     finally:
-        for hook in hooks:
-            hook.remove()
         undo()
     return hunt.conclude(metrics)

@@ -114,11 +114,12 @@ class Tracer(TorchDispatchMode):
         """A closure is called as what it is, forward and backward."""
         with _disable_current_modes():
             self.steps.append(optimizer)
-            if optimizer not in self.optimizers:  # what was restored from a checkpoint; afterwards every write is seen
+            parameters = [p for g in optimizer.param_groups for p in g["params"]]
+            if self.optimizers.get(optimizer) != len(parameters):  # what came in; afterwards every write is seen
                 self.names.adopt_optimizer(optimizer)
-                self.optimizers[optimizer] = None
+                self.optimizers[optimizer] = len(parameters)
                 state = [v for values in optimizer.state.values() for v in values.values() if is_float(v)]
-                for t in [p for g in optimizer.param_groups for p in g["params"]] + state:
+                for t in parameters + state:
                     if (kind := bad(t)) and key_of(t) not in self.taint:
                         self.arrived(t, kind)
             self.growth.append((self.n, self.largest()))
@@ -167,11 +168,7 @@ class Tracer(TorchDispatchMode):
         roots = [t for t in ([tensors] if isinstance(tensors, Tensor) else tensors) if is_float(t)]
         self.went_backward, self.outside = True, self.names.here()
         for t in roots:
-            self.sink("the loss given to backward()", t)
-            reached = [e.root() for e in self.blame(t, kind)] if (kind := bad(t)) else []
-            if all(root.deliberate for root in reached):  # alone, what reaches the loss is not meant
-                for root in reached:
-                    root.deliberate = False
+            self.sink_loss("the loss given to backward()", t)
         result = self.backward(tensors, *args, **kwargs)
         with _disable_current_modes():  # now: a guard may throw the gradients away, or another rank have spoilt them
             for p in leaves(roots).values():
@@ -179,6 +176,15 @@ class Tracer(TorchDispatchMode):
                     self.names.adopt_parameter(name_in_frames(p)[0], p)
                 self.sink(f"gradient of {self.names.of(p)}", p.grad)
         return result
+
+    @_disable_current_modes()
+    def sink_loss(self, name: str, loss: Tensor) -> None:
+        """Alone, what reaches a loss is not meant."""
+        self.sink(name, loss)
+        reached = [e.root() for e in self.blame(loss, kind)] if (kind := bad(loss)) else []
+        if all(root.deliberate for root in reached):
+            for root in reached:
+                root.deliberate = False
 
     # -- where are we ------------------------------------------------------------------------------------------------
     def event(self, op: str, phase: str = "", updates: bool = False, **more: object) -> Event:
@@ -305,10 +311,10 @@ class Tracer(TorchDispatchMode):
         self.look_around(birth, event.phase, parents)
         (event.cause, event.explanation), event.kind = diagnose(birth), birth.kind.strip("-")
         number = birth.literal()
-        read = self.reads.get(number) or self.reads.get(f"-{number}") or ()
-        literal = number == event.kind and not read  # written in the code: a mask, a sentinel, a poisoned number
-        if literal and self.stepping is not None and number in self.settings:
-            return self.settings[number]
+        read = self.reads.get(number, ())
+        literal = number.strip("-") == event.kind and not read  # written in the code: a mask, a sentinel, a poison
+        if literal and self.stepping is not None and event.kind in self.settings:
+            return self.settings[event.kind]
         if literal and event.phase == "forward":
             event.cause, event.phase, event.name = "bad_input", "data", f"{CONSTANT} {event.op}"
         mask = birth.where() & (torch.isnan(plain(birth.out)) if event.kind == "nan" else True)
@@ -316,7 +322,8 @@ class Tracer(TorchDispatchMode):
         # The logarithm of 0 and 1 is a mask that will be added.
         selects = event.cause == "log_of_zero" and self.counts.whole(birth.get("self")) and is_mask(birth.out)
         passed_on = birth.op == "_log_softmax" and bool(parents) and all(p.deliberate for p in parents)
-        event.deliberate = birth.kind != "nan" and (literal or passed_on or (selects and not bool(mask.all())))
+        meant = (literal and not moved) or passed_on or (selects and not mask.all())
+        event.deliberate = birth.kind != "nan" and bool(meant)
         inputs = [f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs]
         return event.about(birth.out, mask, inputs=inputs)
 
@@ -366,6 +373,7 @@ class Tracer(TorchDispatchMode):
         return event
 
     # -- what should have been finite --------------------------------------------------------------------------------
+    @_disable_current_modes()
     def sink(self, name: str, value: object, role: str = "") -> None:
         """Something that ought to be finite: remember whose fault it is, if it is not. ``role``: see ``excused``."""
         events, kind = (), ""

@@ -1,0 +1,243 @@
+"""What lies between the batches of a trainer, and what a batch changes for the next one: callbacks, clipping, momentum
+encoders, codebooks, groups that are added later; rows and masks that must not be confused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from marks import lines_of, verdict
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from nanlab import locate
+
+line = lines_of(__file__)
+NAN, INF = math.nan, math.inf
+DATA = [{"x": i, "labels": i % 3} for i in range(8)]  # row i is token i; tokens 8 to 15 are never used
+
+
+class Net(nn.Module):
+    def __init__(self, zero_row: int | None = None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.head = nn.Embedding(16, 4), nn.Linear(4, 3)
+        if zero_row is not None:
+            self.emb.weight.data[zero_row] = 0
+
+    def forward(self, x, labels=None, w=None):
+        logits = self.head(self.emb(x))
+        loss = F.cross_entropy(logits, labels, reduction="none")
+        return {"loss": (loss if w is None else loss * w).mean(), "logits": logits}
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args, **kwargs):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+@pytest.fixture
+def make(tmp_path):
+    def build(kind=InOrder, model=None, rows=DATA, batch=2, steps=4, callbacks=(), **more):
+        args = TrainingArguments(
+            str(tmp_path), max_steps=steps, per_device_train_batch_size=batch, per_device_eval_batch_size=2,
+            report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", **more,
+        )  # fmt: skip
+        data = Dataset.from_list(rows)
+        return kind(model or Net(), args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+
+    return build
+
+
+# -- what a batch changes ---------------------------------------------------------------------------------------------
+def test_a_momentum_encoder_is_put_back_before_its_batch_runs_again(make):
+    class Momentum(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            with torch.no_grad():
+                self.key.weight.mul_(0.5)  # 0.5, 0.25, 0.125
+            return model(**inputs)["loss"] / (self.key.weight[0, 0] - 0.125)  # the third time
+
+    trainer = make(Momentum)
+    trainer.key = nn.Linear(1, 1)
+    trainer.key.weight.data.fill_(1.0)
+    report = locate(trainer)
+    assert (*verdict(report), report.batch) == ("division_by_zero", "forward", line("the third time"), 2), str(report)
+    assert trainer.key.weight.item() == 1.0
+
+
+def test_a_buffer_that_becomes_nan_at_the_end_of_a_batch_is_that_batchs_fault(make):
+    class Codebook(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("book", torch.randn(6, 3))
+            self.register_buffer("uses", torch.full((6,), 3.0))
+
+        def forward(self, x, labels=None):
+            out = super().forward(x, labels)
+            nearest = self.book[torch.cdist(out["logits"], self.book).argmin(1)]
+            self.uses[5] -= 1.5
+            self.book[5] *= self.uses[5]
+            self.book.div_(self.uses[:, None])  # code five dies
+            return {"loss": (out["logits"] - nearest.detach()).pow(2).mean()}
+
+    report = locate(make(model=Codebook()))
+    assert (report.found, report.batch, report.source) == (True, 1, line("code five dies")), str(report)
+    assert report.story[-1] == "It surfaced in buffer book."
+
+
+# -- between the batches ----------------------------------------------------------------------------------------------
+EVENTS = {"on_train_begin": 1, "on_epoch_begin": 1, "on_step_begin": 1, "on_substep_end": 9, "on_step_end": 9}
+
+
+@pytest.mark.parametrize("event", [*EVENTS, "on_epoch_end"])
+def test_a_callback_that_spoils_a_weight_has_its_line(make, event):
+    def unit(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            model.emb.weight.div_(model.emb.weight.norm(dim=1, keepdim=True))  # unit rows
+
+    callback = type("Unit", (TrainerCallback,), {event: unit})()
+    trainer = make(model=Net(EVENTS.get(event, 9)), callbacks=[callback], gradient_accumulation_steps=2)
+    report = locate(trainer)
+    assert (report.cause, report.source) == ("zero_over_zero", line("unit rows")), str(report)
+
+
+def test_weights_that_a_callback_makes_inf_are_no_mask(make):
+    class Rescale(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                with torch.no_grad():
+                    model.head.weight.mul_(INF)  # the scale is inf
+
+    report = locate(make(callbacks=[Rescale()]))
+    assert (report.found, report.kind, report.batch) == (True, "inf", 1), str(report)
+    assert report.source == line("the scale is inf")
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_clipping_of_ones_own_has_its_line(make, start):
+    class Own(InOrder):
+        def _clip_grad_norm(self, model):
+            for p in model.parameters():
+                if p.grad is not None and self.state.global_step >= start:
+                    p.grad.div_(p.grad.norm())  # a gradient of zero
+            return torch.tensor(1.0)
+
+        def compute_loss(self, model, inputs, **kwargs):
+            return F.cross_entropy(model.head(0 * model.emb(inputs["x"]) + 1), inputs["labels"])
+
+    report = locate(make(Own))
+    assert (report.cause, report.source) == ("zero_over_zero", line("a gradient of zero")), str(report)
+
+
+def test_a_norm_that_overflows_is_not_told_as_a_gradient_left_over(make):
+    class Steep(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            return sum(p.float().sum() for p in model.parameters()) * 40000  # in float16, and 40000² is not
+
+    report = locate(make(Steep, Net().half(), optim="sgd", max_grad_norm=0.0))
+    assert report.found
+    assert "left over" not in str(report)
+    assert report.library.startswith("accelerate/accelerator.py")
+
+
+def test_a_weight_that_joins_the_optimizer_later_and_was_bad_is_state(make):
+    class Unfreeze(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+            if state.global_step == 1:
+                model.emb.weight.requires_grad_(True)
+                optimizer.optimizer.add_param_group({"params": [model.emb.weight]})
+
+    model = Net()
+    model.emb.weight.data[9] = NAN
+    model.emb.weight.requires_grad_(False)
+    trainer = make(model=model, callbacks=[Unfreeze()])
+    trainer.optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-3)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, 1.0)
+    report = locate(trainer)
+    assert (report.cause, report.op) == ("bad_state", "parameter emb.weight"), str(report)
+
+
+# -- what must not be confused ----------------------------------------------------------------------------------------
+def test_a_perplexity_of_inf_in_the_log_has_made_no_mask(make):
+    class Pool(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            out = model(**inputs)
+            self.perplexity = (out["loss"] * 200).exp().item()
+            scores = out["logits"].masked_fill((inputs["x"] == 4)[:, None], -INF)
+            return (scores.softmax(-1) * out["logits"]).sum(-1).mean()  # row four is masked
+
+    report = locate(make(Pool))
+    assert (report.cause, report.batch, report.rows) == ("masked_row", 2, [0]), str(report)
+    assert report.source == line("row four is masked")
+
+
+def test_a_nan_in_the_log_of_a_callback_has_made_no_weights(make):
+    class Log(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            self.seen = float(torch.tensor([]).mean())
+
+    class Weighted(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model(**inputs, w=torch.tensor([NAN if i == 4 else 1.0 for i in inputs["x"]]))["loss"]
+
+    report = locate(make(Weighted, callbacks=[Log()]))
+    assert (report.cause, report.batch, report.rows) == ("bad_input", 2, [0]), str(report)
+
+
+def test_a_setting_of_zero_is_no_count(make):
+    class Controlled(InOrder):
+        target_kl = 0.0
+
+        def compute_loss(self, model, inputs, **kwargs):
+            out = model(**inputs)
+            kl = (out["logits"].detach() - out["logits"].detach()).mean()
+            return out["loss"] * (kl / self.target_kl)  # by a setting
+
+    assert verdict(locate(make(Controlled))) == ("zero_over_zero", "forward", line("by a setting"))
+
+
+def test_a_batch_of_a_nan_is_not_one_of_a_zero(make):
+    rows = [row | {"w": {3: NAN, 4: 0.0}.get(i, 1.0), "x": 0, "labels": 0} for i, row in enumerate(DATA)]
+    report = locate(make(rows=rows, batch=1, remove_unused_columns=False))
+    assert (report.cause, report.batch, report.examples) == ("bad_input", 3, [3]), str(report)
+
+
+def test_class_weights_as_many_as_rows_are_no_rows(make):
+    weights = torch.tensor([NAN, 1.0])
+
+    class Binary(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            return F.cross_entropy(model(**inputs)["logits"][:, :2], (inputs["x"] > 3).long(), weight=weights)
+
+    report = locate(make(Binary))
+    assert (report.op, report.examples, report.texts) == ("weights", [], {}), str(report)
+
+
+def test_an_evaluation_whose_loss_is_minus_inf_has_a_batch(make):
+    class Hardest(InOrder):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            out = model(**inputs)
+            scores = out["logits"][:, 0]
+            negative = scores.masked_fill(inputs["labels"] < 3, -INF).max()  # none is left
+            loss = negative - scores.mean()
+            return (loss, {"loss": loss, "logits": out["logits"]}) if return_outputs else loss
+
+    report = locate(make(Hardest), mode="eval")
+    assert (report.found, report.kind, report.batch) == (True, "inf", 0), str(report)
+
+
+def test_a_nan_that_marks_a_gap_in_an_evaluation_is_no_finding(make):
+    class Gaps(InOrder):
+        gap = torch.tensor(NAN)
+
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            out = model(**inputs)
+            scores = torch.where(inputs["x"] != 4, out["logits"][:, 0], self.gap)
+            return (out["loss"], {"loss": out["loss"], "scores": scores}) if return_outputs else out["loss"]
+
+    trainer = make(Gaps)
+    trainer.compute_metrics = lambda p: {"score": float(np.nanmean(p.predictions))}
+    report = locate(trainer, mode="eval")
+    assert not report.found, str(report)
