@@ -57,7 +57,9 @@ def test_preflight_reads_rows_as_they_are(put, tokenizer_dir, tmp_path, capsys):
     faulty = [*ROWS, {**ROWS[0], "chosen": None}, {**ROWS[0], "prompt": "long " * 50}]
     lines = put("rows.jsonl", "\n".join(map(json.dumps, faulty)))
     Dataset.from_list(faulty).to_parquet(tmp_path / "rows.parquet")
-    files = (lines, put("rows.json", faulty), str(tmp_path / "rows.parquet"))
+    marked = put("marked.jsonl", "\ufeff" + "\n".join(map(json.dumps, faulty)))  # a byte order mark
+    misnamed = put("lines.json", "\n".join(map(json.dumps, faulty)))
+    files = (lines, put("rows.json", faulty), str(tmp_path / "rows.parquet"), marked, misnamed)
     for file in files:
         assert cli.main(["preflight", file, "--tokenizer", tokenizer_dir, "--max-length", "32", "--json"]) == 1
         told = json.loads(capsys.readouterr().out)["findings"]
@@ -192,6 +194,23 @@ def test_check_all_names_what_is_wrong_and_goes_on(name, monkeypatch, capsys):
     assert lines["last"] == "ok    last          came here"
 
 
+def damaged_model(folder, damage):
+    """A small model as saved, changed by `damage(config, weights)`, beside a tokenizer without its table of tokens."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    changed, cut = damage(json.loads((folder / "config.json").read_text()), weights.read_bytes())
+    (folder / "config.json").write_text(json.dumps(changed))
+    weights.write_bytes(cut)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return str(folder)
+
+
 BAD = {
     "no command": [],
     "unknown command": ["chekc"],
@@ -207,6 +226,16 @@ BAD = {
     "not a list": ["preflight", "{object}", "--tokenizer", "{tokenizer}"],
     "not Parquet": ["preflight", "{parquet}", "--tokenizer", "{tokenizer}"],
     "not UTF-8": ["preflight", "{latin}", "--tokenizer", "{tokenizer}"],
+    "a folder": ["preflight", "{folder}", "--tokenizer", "{tokenizer}"],
+    "a long name": ["preflight", "{folder}/" + "x" * 300 + ".json", "--tokenizer", "{tokenizer}"],
+    "deep": ["preflight", "{deep}", "--tokenizer", "{tokenizer}"],
+    "deep lines": ["preflight", "{deep}l", "--tokenizer", "{tokenizer}"],
+    "a long number": ["preflight", "{number}", "--tokenizer", "{tokenizer}"],
+    "no rows": ["preflight", "{empty}", "--tokenizer", "{tokenizer}"],
+    "cut model": ["preflight", "{rows}", "--tokenizer", "{tokenizer}", "--model", "{cut}"],
+    "odd model": ["preflight", "{rows}", "--tokenizer", "{tokenizer}", "--model", "{odd}"],
+    "odd tokenizer": ["preflight", "{rows}", "--tokenizer", "{odd}"],
+    "long run name": ["autopsy", "x" * 300],
     "missing run": ["autopsy", "{folder}/nothing"],
     "empty folder": ["autopsy", "{folder}"],
     "not a log": ["autopsy", "{text}"],
@@ -225,6 +254,12 @@ def test_bad_input_is_one_line_on_stderr_and_status_2(name, put, tokenizer_dir, 
         "object": put("object.json", {"a": 1}),
         "parquet": put("rows.parquet", "hello"),
         "latin": str(tmp_path / "latin.json"),
+        "deep": put("deep.json", "[" * 100_000),
+        "deepl": put("deep.jsonl", "[" * 100_000),
+        "number": put("number.jsonl", '{"prompt": "a", "reward": ' + "9" * 5000 + "}"),
+        "empty": put("empty.jsonl", ""),
+        "cut": damaged_model(tmp_path / "cut", lambda config, weights: (config, weights[:500])),
+        "odd": damaged_model(tmp_path / "odd", lambda config, weights: ({**config, "hidden_size": "x"}, weights)),
     }
     assert cli.main([argument.format(**places) for argument in BAD[name]]) == 2
     out, err = capsys.readouterr()
@@ -238,6 +273,81 @@ def test_a_broken_line_is_named(put, tokenizer_dir, capsys):
     file = put("broken.jsonl", '{"prompt": "a"}\n\n{"prompt"')
     cli.main(["preflight", file, "--tokenizer", tokenizer_dir])
     assert "broken.jsonl, line 3: not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"prompt": "a"}\n{"prompt": ' + "9" * 5000 + "}", "line 2: cannot be read: Exceeds the limit"),
+        ('{"prompt": "a"}\n' + "[" * 100_000, "line 2: cannot be read: maximum recursion depth"),
+        ("\n\n", "odd.jsonl: holds no rows"),
+    ],
+)
+def test_what_cannot_be_read_is_named_by_file_and_line(content, words, put, tokenizer_dir, capsys):
+    assert cli.main(["preflight", put("odd.jsonl", content), "--tokenizer", tokenizer_dir]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_csv_rows_have_rewards_in_numbers(put, tokenizer_dir, capsys):
+    lines = ["prompt,completion,reward,group", "2,4,0.5,a", '"two\nlines",4,1,a', "1,,0.5,b", "1,2,much,b"]
+    arguments = ["preflight", put("rows.csv", "\ufeff" + "\n".join(lines)), "--tokenizer", tokenizer_dir, "--json"]
+    assert cli.main(arguments) == 1
+    told = json.loads(capsys.readouterr().out)["findings"]
+    assert {finding["code"]: finding["rows"] for finding in told} == {"empty_text": [2], "bad_reward": [3]}
+
+
+def test_prompts_alone_are_looked_at(put, tokenizer_dir, capsys):
+    rows = [{"prompt": "two", "label": 1}, {"prompt": "two " * 50}]
+    file = put("prompts.json", rows)
+    assert cli.main(["preflight", file, "--tokenizer", tokenizer_dir, "--max-length", "32", "--json"]) == 1
+    assert [f["code"] for f in json.loads(capsys.readouterr().out)["findings"]] == ["truncated_away"]
+
+
+def piped(reader, *arguments, **environment):
+    """Exit status and stderr of a command whose output goes to `reader`, a line of shell."""
+    command = f'"$@" {reader}; exit ${{PIPESTATUS[0]}}'
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | environment
+    shell = ["bash", "-c", command, "bash", sys.executable, "-m", "nanlab", *arguments]
+    return subprocess.run(shell, capture_output=True, text=True, env=clean, timeout=120, check=False)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+def test_output_that_nobody_takes_is_no_traceback(put):
+    commands = (["check"], ["autopsy", put("dead.json", DEAD)], ["--help"])
+    for command in commands:
+        gone = piped("| true", *command)
+        assert (gone.returncode in (0, 1, 141), gone.stderr) == (True, "")
+        full = piped("> /dev/full", *command)
+        assert full.returncode == 2
+        assert "No space left" in full.stderr.splitlines()[0]
+        assert "Traceback" not in full.stderr
+        assert "Exception ignored" not in full.stderr
+
+
+def test_a_reader_that_leaves_ends_the_command_as_any_other(put):
+    """Many findings, more than a pipe holds back."""
+    lost = [{"step": n, "loss": 1.0, f"eval_{'long' * 20_000}": float("nan")} for n in range(1, 9)]
+    left = piped("| head -c 1", "autopsy", put("lost.json", lost))
+    assert (left.returncode, left.stderr, left.stdout) == (141, "", "1")
+
+
+def test_a_terminal_without_utf8_gets_every_character_in_some_form(put):
+    odd = put("odd.json", [{"step": 1, "loss": 1.0, "eval_\ud800": float("nan")}])
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        told = piped("", "autopsy", odd, PYTHONIOENCODING=encoding)
+        assert (told.returncode, told.stderr) == (1, "")
+        assert "eval_\\ud800" in told.stdout
+        data = piped("", "autopsy", odd, "--json", PYTHONIOENCODING=encoding)
+        assert "eval_\ud800" in json.loads(data.stdout)["findings"][0]["message"]
+
+
+def test_what_the_system_refuses_is_one_line(monkeypatch, capsys):
+    def fail(args):
+        os.listdir("/nothing/here")
+
+    monkeypatch.setattr(cli, "COMMANDS", (cli.Command("fail", "fails", (), fail),))
+    assert cli.main(["fail"]) == 2
+    assert capsys.readouterr().err == "nanlab: /nothing/here: No such file or directory\n"
 
 
 def in_a_shell(*arguments):

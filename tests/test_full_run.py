@@ -5,19 +5,23 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from transformers import TrainerCallback
 
 from nanlab import cli, full_run
-from nanlab.course.materials import load_preferences, tiny_tokenizer
+from nanlab.course.materials import load_model, load_preferences, tiny_tokenizer
 from nanlab.errors import InputError
 from nanlab.full_run import METHODS, Run, Scale, gold_log_prob, train_and_evaluate
+from nanlab.history import autopsy
 
 SMALL = {"tiny": Scale("tiny", steps=3, batch=4, max_length=48, eval_rows=6)}
 
@@ -112,10 +116,17 @@ class _Rows(dict):
         return dict.__getitem__(self, key) if isinstance(key, str) else {k: v[key] for k, v in self.items()}
 
 
-GOOD = {"eval_loss": 1.0, "eval_excluded_rows": 0, "eval_rewards/accuracies": 0.95, "gold": -2.0}
+GOOD = {
+    "eval_loss": 1.0,
+    "eval_excluded_rows": 0,
+    "eval_dropped_rows": 0,
+    "eval_rewards/accuracies": 0.95,
+    "gold": -2.0,
+}
 WORSE = {
     "every metric is finite": {"eval_loss": math.nan},
     "no row left out": {"eval_excluded_rows": 1},
+    "no row left out, nor dropped": {"eval_dropped_rows": 1},
     "the loss fell": {"eval_loss": 3.0},
     "the gold answer is kept": {"gold": -2.3},
     "the better answer wins": {"eval_rewards/accuracies": 0.8},
@@ -128,9 +139,48 @@ def test_the_acceptance_table_can_fail(what):
     good = Run({}, before, GOOD, {}, [], [])
     assert [passed for *_, passed in good.checks()] == [True] * 5
     bad = Run({}, before, {**GOOD, **WORSE[what]}, {}, [], [])
+    what = what.split(",")[0]
     assert {name: passed for name, _, passed in bad.checks()}[what] is False
     assert f"FAIL  {what}" in str(bad)
     assert "FAIL" not in str(good)
+
+
+def test_columns_of_the_table_stand_apart():
+    small = {**GOOD, "eval_loss": -3.642e-4}
+    lines = str(Run({}, small, small, {}, [], [])).splitlines()
+    assert lines[1].split() == ["eval_loss", "-0.0003642", "-0.0003642"]
+    assert {len(line) for line in lines[: 1 + len(GOOD)]} == {len(lines[0])}
+
+
+@pytest.fixture
+def nan_model(tmp_path):
+    """The tiny model with one weight that is NaN, in a folder."""
+    model, tokenizer = load_model("tiny")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[7, 0] = math.nan
+    model.save_pretrained(tmp_path / "nan")
+    tokenizer.save_pretrained(tmp_path / "nan")
+    return str(tmp_path / "nan")
+
+
+def test_a_nan_loss_is_written_as_it_is_and_the_file_is_json(nan_model, tmp_path, monkeypatch, capsys):
+    before = None
+    for _ in range(2):  # the second time the metrics before training are read from their file
+        arguments = ["run", "--method", "dpo", "--model", nan_model, "--steps", "1", "--output", str(tmp_path / "run")]
+        assert cli.main([*arguments, "--json"]) == 1
+        told = json.loads(capsys.readouterr().out, parse_constant=_no_json)
+        assert json.loads((tmp_path / "run" / "result.json").read_text(), parse_constant=_no_json) == told
+        assert (told["before"]["eval_loss"], told["after"]["gold"]) == ("NaN", "NaN")
+        logged = next(entry for entry in told["history"] if "loss" in entry)
+        assert (logged["loss"], logged["grad_norm"]) == ("NaN", "NaN")
+        assert before in (None, told["before"])
+        before = told["before"]
+        (tmp_path / "run" / "result.json").unlink()
+    assert autopsy(told["history"])  # which reads the words as numbers
+
+
+def _no_json(word):
+    raise AssertionError(f"{word} is not JSON")
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -155,8 +205,8 @@ class _PowerCut(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.fixture
-def power_cut(monkeypatch):
+@contextmanager
+def cut_after_the_second_checkpoint():
     make = full_run._trainer
 
     def trainer(*args):
@@ -164,8 +214,14 @@ def power_cut(monkeypatch):
         made.add_callback(_PowerCut)
         return made
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_run, "_trainer", trainer)
+        yield patch
+
+
+@pytest.fixture
+def power_cut():
+    with cut_after_the_second_checkpoint() as patch:
         yield patch
 
 
@@ -189,9 +245,140 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path):
     for step, files in {2: ["trainer_state.json"], 10: ["trainer_state.json"], 12: ["model.safetensors"]}.items():
         (tmp_path / f"checkpoint-{step}").mkdir()
         for name in files:
-            (tmp_path / f"checkpoint-{step}" / name).touch()
+            (tmp_path / f"checkpoint-{step}" / name).write_text("{}")
     assert full_run._last_checkpoint(tmp_path).endswith("checkpoint-10")
     assert full_run._last_checkpoint(tmp_path / "nothing") is None
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A folder with a run that was stopped after its second checkpoint of three."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    with cut_after_the_second_checkpoint(), pytest.raises(KeyboardInterrupt):
+        train_and_evaluate("dpo", output=folder, report=lambda line: None)
+    return folder
+
+
+def _halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+CUT = ["trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"]
+
+
+@pytest.mark.parametrize("file", CUT)
+def test_a_damaged_checkpoint_is_passed_over(file, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run")
+    _halve(tmp_path / "run" / "checkpoint-2" / file)
+    assert full_run._last_checkpoint(tmp_path / "run").endswith("checkpoint-1")
+    assert full_run._last_checkpoint(stopped).endswith("checkpoint-2")
+
+
+DAMAGE = {
+    "settings half": (lambda run: _halve(run / "settings.json"), "run/settings.json: cannot be read"),
+    "settings empty": (lambda run: (run / "settings.json").write_text(""), "run/settings.json: cannot be read"),
+    "settings bytes": (lambda run: (run / "settings.json").write_bytes(b"\xff"), "run/settings.json: cannot be read"),
+    "settings foreign": (lambda run: (run / "settings.json").write_text('{"a": 1}'), "settings.json: cannot be read"),
+    "start gone": (lambda run: shutil.rmtree(run / "start"), "run/start: cannot be loaded (no config.json)"),
+    "start cut": (lambda run: _halve(run / "start" / "model.safetensors"), "run/start: cannot be loaded"),
+    "a checkpoint of one's own": (lambda run: (run / "checkpoint-best").mkdir(), "run/checkpoint-best: no checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_folder_is_named_and_left_as_it_is(name, stopped, tmp_path, capsys):
+    shutil.copytree(stopped, tmp_path / "run")
+    damage, words = DAMAGE[name]
+    damage(tmp_path / "run")
+    before = snapshot(tmp_path)
+    assert cli.main(["run", "--method", "dpo", "--output", str(tmp_path / "run")]) == 2
+    assert words in told(capsys)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["", '[{"eval', "[1]"])
+def test_damaged_metrics_of_before_are_measured_again(text, stopped, finished, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run")
+    (tmp_path / "run" / "before.json").write_text(text)
+    run, whole = train_and_evaluate("dpo", output=tmp_path / "run", report=lambda line: None), finished["dpo"][0]
+    assert (run.before, run.after, run.samples) == (whole.before, whole.after, whole.samples)
+
+
+def test_other_rows_under_the_same_name_are_another_run(tmp_path, power_cut):
+    file, ask = tmp_path / "rows.json", {"output": tmp_path / "run", "report": lambda line: None}
+    file.write_text(json.dumps(ROWS))
+    with pytest.raises(KeyboardInterrupt, match=r"the training up to step 2 is saved in .*run; the same command goes"):
+        train_and_evaluate("dpo", dataset=file, **ask)
+    file.write_text(json.dumps([*ROWS[:-1], {**ROWS[-1], "rejected": " six."}]))
+    with pytest.raises(InputError, match=r"other settings \(rows\); choose another --output"):
+        train_and_evaluate("dpo", dataset=file, **ask)
+    with pytest.raises(InputError, match=r"other settings \(steps, rows\)"):
+        train_and_evaluate("dpo", dataset=file, steps=7, **ask)
+
+
+def test_ctrl_c_is_one_line_that_says_what_is_saved_and_status_130(tmp_path, monkeypatch, capsys):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "new" / "run"
+    arguments = ["run", "--method", "dpo", "--output", str(folder)]
+    said = {
+        "load_preferences": "nothing was saved yet; the same command starts anew",
+        "_make_start": "nothing was saved yet; the same command starts anew",
+        "_before": f"the model to start from is saved in {folder}; the same command goes on from there",
+    }
+    for where, words in said.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(full_run, where, stop)
+            assert cli.main(arguments) == 130
+        assert told(capsys) == f"nanlab: stopped; {words}\n"
+        assert (tmp_path / "new").exists() is (where == "_before")
+
+
+# --- whose folder is it? --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["start/notes.txt", "checkpoint-500/model.bin", "result.json", "README.md"])
+def test_a_folder_of_somebody_else_is_refused(name, tmp_path, capsys):
+    (tmp_path / "mine" / name).parent.mkdir(parents=True)
+    (tmp_path / "mine" / name).write_text("precious")
+    before = snapshot(tmp_path)
+    assert cli.main(["run", "--method", "dpo", "--output", str(tmp_path / "mine")]) == 2
+    assert f"mine: holds {name.split('/')[0]!r} and no settings.json of a run" in told(capsys)
+    assert snapshot(tmp_path) == before
+
+
+def test_what_a_kill_in_the_set_up_leaves_is_no_obstacle(tmp_path):
+    (tmp_path / "start.tmp").mkdir()
+    (tmp_path / "start.tmp" / "half").touch()
+    (tmp_path / ".probe-1").touch()
+    train_and_evaluate("dpo", output=tmp_path, steps=1, report=lambda line: None)
+    assert (tmp_path / "result.json").is_file()
+    assert not (tmp_path / "start.tmp").exists()
+
+
+def test_by_default_every_method_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(full_run, "_all_stages", lambda method, plan, folder, stage: seen.append(str(folder)))
+    for method in METHODS:
+        train_and_evaluate(method)
+    assert seen == ["runs/full_run-tpo", "runs/full_run-token-tpo", "runs/full_run-dpo"]
+
+
+def test_a_kill_while_a_finished_run_is_replaced_leaves_no_mixture(tmp_path, monkeypatch):
+    """Whatever is written last, the folder counts as finished until the new run stands: it is never gone on with."""
+    train_and_evaluate("dpo", output=tmp_path, steps=1, report=lambda line: None)
+
+    def die(path, content):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(full_run, "_write", die)
+        with pytest.raises(KeyboardInterrupt):
+            train_and_evaluate("dpo", output=tmp_path, steps=2, report=lambda line: None)
+    assert (tmp_path / "result.json").is_file()
+    assert train_and_evaluate("dpo", output=tmp_path, steps=2, report=lambda line: None).settings["steps"] == 2
 
 
 def test_a_new_run_replaces_a_finished_one(finished, tmp_path):
@@ -214,6 +401,10 @@ FILES = {
     "none.json": json.dumps([*ROWS[:3], {**ROW, "chosen": None}, *ROWS[4:]]),
     "empty.json": json.dumps([*ROWS[:3], {**ROW, "chosen": ""}, *ROWS[4:]]),
     "no-rows.json": "[]",
+    "deep.json": "[" * 100_000,
+    "deep.jsonl": "[" * 100_000,
+    "digits.jsonl": json.dumps(ROW)[:-1] + ', "n": ' + "9" * 5000 + "}",
+    "shift.csv": "prompt,chosen,rejected\n" + "Q, yes, no\n" * 3 + "Q, please, yes, no\n",
 }
 BAD = {
     "no method": ([], ["--method"]),
@@ -223,7 +414,9 @@ BAD = {
     "negative steps": (["--method", "dpo", "--steps", "-3"], ["steps -3"]),
     "no length": (["--method", "dpo", "--max-length", "0"], ["max-length 0"]),
     "no memory": (["--method", "dpo", "--memory-gb", "0"], ["memory-gb 0"]),
+    "memory of NaN": (["--method", "dpo", "--memory-gb", "nan"], ["memory-gb nan"]),
     "negative seed": (["--method", "dpo", "--seed", "-1"], ["seed -1"]),
+    "large seed": (["--method", "dpo", "--seed", "99999999999999999999999"], ["seed 9999", "0 to 4294967295"]),
     "words for steps": (["--method", "dpo", "--steps", "many"], ["--steps", "many"]),
     "unknown model": (["--method", "dpo", "--model", "{folder}/nothing"], ["nothing"]),
     "short tpo": (["--method", "tpo", "--max-length", "3"], ["train dataset", "max_length=3"]),
@@ -236,6 +429,10 @@ BAD = {
     "None": (["--method", "dpo", "--dataset", "{folder}/none.json"], ["none.json", "row 3", "chosen"]),
     "empty text": (["--method", "dpo", "--dataset", "{folder}/empty.json"], ["empty.json", "row 3", "chosen"]),
     "no rows": (["--method", "dpo", "--dataset", "{folder}/no-rows.json"], ["no-rows.json"]),
+    "deep": (["--method", "dpo", "--dataset", "{folder}/deep.json"], ["deep.json: ", "nested too deeply"]),
+    "deep line": (["--method", "dpo", "--dataset", "{folder}/deep.jsonl"], ["deep.jsonl, line 1", "nested"]),
+    "digits": (["--method", "dpo", "--dataset", "{folder}/digits.jsonl"], ["digits.jsonl, line 1", "number"]),
+    "more cells": (["--method", "dpo", "--dataset", "{folder}/shift.csv"], ["csv, row 3 ", "4 cells for 3 columns"]),
     "folder below a file": (["--method", "dpo", "--output", "{folder}/good.json/a/b"], ["good.json", "--output"]),
     "folder is a file": (["--method", "dpo", "--output", "{folder}/good.json"], ["good.json", "--output"]),
 }
@@ -261,6 +458,51 @@ def test_bad_input_is_one_line_status_2_and_no_trace(name, tmp_path, capsys):
     line = told(capsys)
     assert all(word in line for word in words), line
     assert snapshot(tmp_path) == before
+
+
+def test_a_model_without_a_tokenizer(tmp_path, capsys):
+    load_model("tiny")[0].save_pretrained(tmp_path / "weights")
+    before = snapshot(tmp_path)
+    arguments = ["run", "--method", "dpo", "--model", str(tmp_path / "weights"), "--output", str(tmp_path / "run")]
+    assert cli.main(arguments) == 2
+    assert "weights': holds no tokenizer" in told(capsys)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_tokenizer_of_another_model(tmp_path, capsys):
+    model, tokenizer = load_model("tiny")
+    model.resize_token_embeddings(100)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    before = snapshot(tmp_path)
+    arguments = ["run", "--method", "dpo", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
+    assert cli.main(arguments) == 2
+    line = told(capsys)
+    assert "its vocabulary has 100 tokens" in line
+    assert "use the tokenizer that belongs to it" in line
+    assert snapshot(tmp_path) == before
+
+
+def test_tokens_that_no_row_has_may_be_missing_in_the_model(tmp_path):
+    """Some real models are like that: Gemma 3 has one for pictures."""
+    model, tokenizer = load_model("tiny")
+    tokenizer.add_tokens(["<picture>"])
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    run = train_and_evaluate("dpo", model=str(tmp_path / "model"), output=tmp_path / "run", steps=1,
+                             report=lambda line: None)  # fmt: skip
+    assert run.finite()
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_rows_that_are_all_too_long_are_refused_before_the_warm_up(split, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(full_run, "warm_up", lambda *args, **kwargs: pytest.fail("it warmed up first"))
+    rows = {"train": ROWS, "held_out": ROWS} | {split: [{**ROW, "prompt": "word " * 60}] * 3}
+    data = DatasetDict({name: Dataset.from_list(part) for name, part in rows.items()})
+    monkeypatch.setattr(full_run, "load_preferences", lambda source: data)
+    assert cli.main(["run", "--method", "dpo", "--output", str(tmp_path / "run")]) == 2
+    assert f"{split} dataset: none of its 3 rows has a completion token within max_length=48" in told(capsys)
+    assert snapshot(tmp_path) == {}
 
 
 def test_a_bad_scale_in_the_environment(tmp_path, monkeypatch, capsys):
@@ -334,7 +576,7 @@ def test_the_command_prints_the_table_or_json_and_tells_by_its_status(tmp_path, 
     assert err == ""
     after = {**GOOD, "eval_loss": math.nan}
     assert cli.main([*arguments, "--json"]) == 1
-    assert math.isnan(json.loads(capsys.readouterr().out)["after"]["eval_loss"])
+    assert json.loads(capsys.readouterr().out)["after"]["eval_loss"] == "NaN"
     assert asked == [("dpo", "m", 5, "full", 2.5)] * 2
 
 
@@ -345,6 +587,12 @@ def test_a_file_of_pairs_is_split_and_used(tmp_path):
     assert run.traps == {}
     assert run.settings["dataset"] == str(tmp_path / "rows.json")
     assert all(math.isfinite(value) for value in run.after.values())
+
+
+@pytest.mark.parametrize("name", ["rows.ndjson", "rows.JSONL", "rows.Json"])
+def test_kinds_of_files_go_by_any_case(name, tmp_path):
+    (tmp_path / name).write_text("\n".join(map(json.dumps, ROWS)))
+    assert len(load_preferences(tmp_path / name, "train")) == 18
 
 
 def test_the_tokenizer_of_the_start_has_a_pad_token_of_its_own(finished):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import nanlab.guard
 import nanlab.tracing
 from nanlab.errors import InputError
 from nanlab.guard import SCALER_PATIENCE, Finding, GuardStop, replay, watch
@@ -328,6 +330,15 @@ def test_remove_takes_the_hook_out():
         (lambda: watch(make_model(), "rollback"), "need the optimizer"),
         (lambda: watch(make_model(), keep_on="disk"), "keep_on 'disk' is unknown"),
         (lambda: watch(make_model(), max_consecutive=0), "give 1 or more"),
+        (lambda: watch(make_model(), max_consecutive="3"), "max_consecutive is '3'"),
+        (lambda: watch(make_model(), scaler="x"), "scaler is a str"),
+        (lambda: watch(make_model(), optimizer="adam"), "optimizer is a str"),
+        (
+            lambda: watch(make_model(), "rollback", optimizer=OPTIMIZERS["sgd"](make_model().parameters())),
+            "no parameter of",
+        ),
+        (lambda: watch(make_model(), folder=5), "folder 5 cannot be written to"),
+        (lambda: watch(make_model(), folder=Path(__file__) / "below"), "test_guard.py/below cannot be written to"),
         (lambda: watch(make_model().requires_grad_(False)), "no parameter that requires a gradient"),
         (lambda: watch(make_model()).allow_step(0.0), "has not run in training mode"),
         (lambda: watch(make_model()).allow_step(0.0, make_model()), "not the model that is watched"),
@@ -338,6 +349,68 @@ def test_bad_input_is_refused_in_one_line(call, message):
     with pytest.raises(InputError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", [None, "1", [], [None], [[1.0]], {"loss": 1.0}, torch.tensor([])])
+def test_what_is_no_loss_is_refused(loss):
+    model = make_model()
+    guard = watch(model)
+    model(make_batches(1)[0][0]).mean().backward()
+    with pytest.raises(InputError, match="is no loss; give a scalar tensor"):
+        guard.allow_step(loss)
+
+
+@pytest.mark.parametrize(("where", "bad"), [("loss", True), ("gradient", True), ("neither", False)])
+def test_complex_numbers_are_looked_into(where, bad):
+    model = nn.Linear(4, 4, dtype=torch.complex64)
+    guard = watch(model)
+    loss = model(torch.randn(2, 4, dtype=torch.complex64)).abs().mean()
+    loss.backward()
+    if where == "gradient":
+        model.weight.grad[0, 0] = complex(0, math.nan)
+    given = torch.tensor(complex(1, math.inf)) if where == "loss" else torch.tensor(complex(1, 1))
+    assert guard.allow_step(given) is not bad
+    assert [event.what for event in guard.events] == [where] * bad
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_closure_is_part_of_its_step(kind, policy):
+    def run(steps, policy):
+        model = make_model()
+        optimizer = kind(model.parameters(), lr=0.05)
+        guard = watch(model, policy, optimizer=optimizer)
+        torch.manual_seed(2)
+        for (x,) in steps:
+
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            if guard.allow_step(closure()):
+                optimizer.step(closure)
+                guard.after_step()
+        return model.state_dict(), guard.summary().rows_lost
+
+    steps, bad = make_batches(6), {2, 4}
+    got, lost = run(poison(steps, bad), policy)
+    expected, _ = run([step for i, step in enumerate(steps) if i not in bad], "off")
+    assert_identical(got, expected)
+    assert lost == 12
+
+
+def test_a_closure_that_fails_does_not_blind_the_guard():
+    model = make_model()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    guard, x = watch(model, optimizer=optimizer), make_batches(1)[0][0]
+    assert guard.allow_step(model(x).mean())
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert guard.allow_step(model(x).mean())
+    guard.remove()
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_rollback_insists_on_after_step():
@@ -511,6 +584,45 @@ def test_evidence_is_not_overwritten(tmp_path):
         with pytest.raises(GuardStop):
             loop(poison(make_batches(1), {0}), "raise", folder=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "step-000001-2"}
+
+
+def unwritable(monkeypatch):
+    def write(guard, event):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(nanlab.guard, "_write_post_mortem", write)
+
+
+def test_a_post_mortem_that_cannot_be_written_does_not_hide_why_the_run_ends(monkeypatch, tmp_path):
+    unwritable(monkeypatch)
+    with pytest.raises(GuardStop, match=r"step 1 raised: loss is nan.*no post-mortem in .*no space left") as caught:
+        loop(poison(make_batches(1), {0}), "raise", folder=tmp_path)
+    assert caught.value.folder is None
+    trainer = make_trainer(rows(8, {2}), tmp_path)
+    _, guard = trained(trainer, "stop")
+    assert trainer.state.global_step == 2
+    assert "no space left" in str(guard.stopped)
+
+
+@pytest.mark.parametrize("name", ["batches.pt", "weights.pt"])
+@pytest.mark.parametrize("keep", [0, 2, 1000])
+def test_replay_names_the_file_that_is_damaged(name, keep, tmp_path):
+    with pytest.raises(GuardStop) as caught:
+        loop(poison(make_batches(1), {0}), "stop", folder=tmp_path)
+    file, model = caught.value.folder / name, make_model()
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(InputError, match=f"{name} is damaged") as caught:
+        replay(file.parent, lambda x: model(x).mean(), model=model)
+    assert "\n" not in str(caught.value)
+
+
+def test_replay_says_that_the_weights_are_of_another_model(tmp_path):
+    with pytest.raises(GuardStop) as caught:
+        loop(poison(make_batches(1), {0}), "stop", folder=tmp_path)
+    folder, model = caught.value.folder, nn.Linear(4, 1)
+    with pytest.raises(InputError, match=r"weights.pt does not fit this model.*Missing key") as caught:
+        replay(folder, lambda x: model(x).mean(), model=model)
+    assert "\n" not in str(caught.value)
 
 
 def test_findings_read_as_sentences():
@@ -752,6 +864,30 @@ def test_a_trainer_is_not_watched_twice(tmp_path):
     watch(trainer)
     with pytest.raises(InputError, match="watched already"):
         watch(trainer)
+
+
+def test_a_trainer_brings_its_own_optimizer_and_scaler(tmp_path):
+    for option in ("optimizer", "scaler"):
+        trainer = make_trainer(rows(4), tmp_path)
+        with pytest.raises(InputError, match="a Trainer brings its own"):
+            watch(trainer, **{option: trainer.optimizer})
+
+
+@pytest.mark.parametrize("moment", ["on_train_begin", "on_step_end", "on_pre_optimizer_step", "on_substep_end"])
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_run_may_be_watched_from_a_callback(policy, moment, tmp_path):
+    from transformers import TrainerCallback
+
+    guards = []
+    callback = TrainerCallback()
+    setattr(callback, moment, lambda *args, **kwargs: None if guards else guards.append(watch(trainer, policy)))
+    trainer = make_trainer(rows(16, {6}), tmp_path, accumulation=2)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert [event.step for event in guards[0].events] == [2]
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert {"training_step", "compute_loss"} <= vars(trainer).keys()
+    assert "step" not in vars(trainer.optimizer)  # released at the end of training
 
 
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path):

@@ -3,7 +3,10 @@
 import csv
 import json
 import math
+import os
 import random
+import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from nanlab import autopsy
 from nanlab.errors import InputError
-from nanlab.history import CHECKS
+from nanlab.history import CHECKS, _onset
 
 NAN, INF = math.nan, math.inf
 
@@ -470,6 +473,110 @@ def test_missing_files_and_wrong_types_are_one_line(tmp_path):
     ]:
         with pytest.raises(InputError, match=words):
             autopsy(source)
+
+
+def states(folder, **contents):
+    """A run folder with the given trainer_state.json in each checkpoint."""
+    for name, content in contents.items():
+        (folder / name.replace("_", "-")).mkdir()
+        (folder / name.replace("_", "-") / "trainer_state.json").write_text(content)
+
+
+def test_an_older_checkpoint_is_read_where_the_newest_says_nothing(tmp_path):
+    whole = json.dumps({"log_history": ENTRIES})
+    states(tmp_path, checkpoint_5=json.dumps({"log_history": ENTRIES[:5]}), checkpoint_10=whole, checkpoint_20="")
+    findings = autopsy(tmp_path)
+    assert findings.codes == ["damaged_file", *CODES]
+    message = findings[0].message
+    assert message.index("checkpoint-20") < message.index("the file is empty") < message.index("checkpoint-10")
+    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text(whole)
+    assert autopsy(tmp_path).codes == CODES
+
+
+def test_a_run_without_any_readable_log_names_the_newest(tmp_path):
+    states(tmp_path, checkpoint_5="[]", checkpoint_10="\0")
+    with pytest.raises(InputError, match=r"checkpoint-10.*the file is empty"):
+        autopsy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"log_history": [1, {"step": 1, "loss": 1}]}', '1\n{"step": 1, "loss": 1}', '["a", {"loss": 1}]']
+)
+def test_what_is_no_entry_is_left_out_and_counted(content, tmp_path):
+    (tmp_path / "log.json").write_text(content)
+    findings = autopsy(tmp_path / "log.json")
+    assert findings.codes == ["damaged_file"]
+    assert "1 of 2 entries" in findings[0].message
+    assert findings.log.entries == [{"step": findings.log.entries[0]["step"], "loss": 1.0}]
+
+
+def test_a_cell_may_be_longer_than_the_csv_module_wants(tmp_path):
+    (tmp_path / "log.csv").write_text(f'step,loss,note\n1,2.0,"{"x" * 200_000}"\n2,nan,"a\nb"\n3,1.9,c\n')
+    findings = autopsy(tmp_path / "log.csv")
+    assert [entry["step"] for entry in findings.log.entries] == [1, 2, 3]
+    assert list(findings[0].rows) == [2]
+
+
+@pytest.mark.parametrize(("number", "value"), [(10**400, INF), (-(10**400), -INF), (True, 1.0)])
+def test_an_integer_beyond_all_floats_is_inf(number, value):
+    findings = autopsy([{"step": 10**400, "loss": number}, {"step": 2, "loss": 1.0}])
+    assert findings.log.entries[0] == {"step": 1.0, "loss": value}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_read_like_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=write_state, args=[tmp_path / "pipe"])
+    writer.start()
+    assert autopsy(tmp_path / "pipe").codes == CODES
+    writer.join()
+
+
+def test_a_name_that_no_system_takes_is_one_line():
+    with pytest.raises(InputError, match="no such file"):
+        autopsy("x" * 300)
+
+
+# --------------------------------------------------------------------------------------------------------- long runs
+
+
+def onset_in_square_memory(heights):
+    """The formula of `_onset`, with every window written out."""
+    width = max(1, len(heights) // 4)
+    if len(heights) <= width:
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(heights, width)
+    medians = np.median(windows, axis=1)
+    calm = int(medians.argmin())
+    normal = float(medians[calm])
+    scatter = max(1.4826 * float(np.median(np.abs(windows[calm] - normal))), 0.1)
+    if heights[-1] <= normal + 5 * scatter:
+        return None
+    usual = np.flatnonzero(heights <= normal + 2 * scatter)
+    start = int(usual[-1]) + 1 if len(usual) else 0
+    tenfold = np.flatnonzero(heights[start:] >= normal + 1)
+    return start, normal, bool(len(tenfold) and tenfold[0] <= 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_onset_is_the_same_as_with_every_window_in_memory(seed):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 400))
+    heights = rng.normal(0, rng.choice([0.01, 0.3]), count).round(rng.choice([1, 6]))  # rounded: with ties
+    heights[count * 2 // 3 :] += rng.choice([0.0, 1.0, 3.0]) * np.linspace(
+        rng.choice([0, 1]), 1, count - count * 2 // 3
+    )
+    assert _onset(heights) == onset_in_square_memory(heights)
+
+
+def test_a_long_run_takes_memory_of_its_own_size():
+    count = 20_000
+    heights = np.random.default_rng(0).normal(0, 0.1, count)
+    tracemalloc.start()
+    _onset(heights)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200 * count  # every window written out: count²/4 numbers of 8 bytes
 
 
 # --------------------------------------------------------------------------------------------------------------- plot

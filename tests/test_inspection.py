@@ -117,7 +117,13 @@ def with_adapter():
 PLANTED = {
     "missing_text": (lambda: look(pairs(chosen=None)), [4]),
     "not_text": (lambda: look(pairs(rejected=3)), [4]),
-    "empty_text": (lambda: look(pairs(prompt="  ")), [4]),
+    "empty_text": (lambda: look(pairs(chosen="  ")), [4]),
+    "empty_prompt": (lambda: look(pairs(prompt="  ")), [4]),
+    "not_ids": (
+        lambda: look([{"input_ids": ids} for ids in ([5, 6], [5, "x"], "ab", None, [[5, 6]], [5.0])]),
+        [*range(1, 6)],
+    ),
+    "label_count": (lambda: look([{"input_ids": [5, 6, 7], "labels": [5, 6, 7][:n]} for n in (3, 2)]), [1]),
     "truncated_away": (lambda: look(pairs(prompt=LONG), max_length=30), [4]),
     "no_label": (lambda: look([{"input_ids": [5, 6, 7], "labels": labels} for labels in ([5, 6, 7], [-100] * 3)]), [1]),
     "truncated_partly": (lambda: look(pairs(chosen=LONG), max_length=30), [4]),
@@ -183,6 +189,13 @@ def _kill_norm(model):
     norm = model.gpt_neox.final_layer_norm
     norm.weight.zero_()
     norm.bias.zero_()
+
+
+def make_t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=len(TOKENIZER), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    return T5ForConditionalGeneration(config)
 
 
 def make_gemma(dtype=torch.float32):
@@ -263,10 +276,16 @@ HEALTHY = {
     "scored": lambda: look(SCORED),
     "mixed KTO labels": lambda: look([{"prompt": "a", "completion": "b", "label": n == 1} for n in range(3)]),
     "text": lambda: look([{"text": "two plus two is four"}], max_length=3),
+    "prompts": lambda: look([{"prompt": "two plus two is", "reward": 1.0}], max_length=30, model=make_model()),
+    "chat prompts": lambda: look([{"prompt": MESSAGES}], chat_tokenizer(), max_length=60),
+    "prompts, pad = eos": lambda: look([{"prompt": "two"}], make_tokenizer(pad=END)),
     "pad = eos in TRL": lambda: look([{"text": "two"}], make_tokenizer(pad=END), args=make_args(DPOConfig)),
     "no pad in TRL": lambda: look(tokenizer=make_tokenizer(pad=None), args=make_args(DPOConfig)),
     "labels": lambda: look([{"input_ids": [5, 6, 0, 0], "labels": [-100, 6, 0, -100]}]),
     "classes": lambda: look([{"input_ids": [5, 6, 7], "labels": 1}]),
+    "many classes": lambda: look([{"input_ids": [5, 6, 7], "labels": [0.0, 1.0]}], model=make_model()),
+    "numpy ids": lambda: look([{"input_ids": np.array([5, 6]), "labels": [np.int64(-100), np.int64(6)]}]),
+    "encoder and decoder": lambda: look([{"input_ids": [5, 6, 7], "labels": [5, 6]}], model=make_t5()),
     "tensors": lambda: look([{"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([-100, 6])}]),
     "numpy rewards": lambda: look([{**row, "reward": np.float32(row["reward"])} for row in SCORED]),
     "completion mask": lambda: look([{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}], max_length=2),
@@ -420,7 +439,117 @@ def test_a_set_up_fault_drops_no_row(capsys):
     assert capsys.readouterr().out == "kept 4 of 4 rows\n"
 
 
+@pytest.mark.parametrize("pad", [PAD, END])
+@pytest.mark.parametrize("max_length", [1, 2, 3, 6, 60])
+def test_clean_keeps_the_rows_that_our_trainers_train_on(max_length, pad):
+    """Also those without a prompt; whitespace is a prompt of its own."""
+    from nanlab.trainers import DPOTrainer as OurTrainer
+
+    rows = [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        for prompt in ("", " ", "\n", "two", None)
+        for chosen, rejected in [(" paris", "s"), ("a", "b"), ("", "b"), (None, "b"), (LONG, "b")]
+    ]
+    data, args = Dataset.from_list(rows), make_args(max_length=max_length)
+    findings = look(rows, make_tokenizer(pad), args=args)
+    kept = len(findings.clean(rows))
+    try:
+        trainer = OurTrainer(make_model(), args=args, train_dataset=data, processing_class=make_tokenizer(pad))
+    except InputError:  # none is left
+        assert kept == 0
+    else:
+        assert kept == len(rows) - trainer.dropped_rows["train"] > 0
+
+
+def test_an_over_long_prompt_leaves_no_room_for_an_answer():
+    prompts = [{"prompt": "two"}, {"prompt": LONG}, {"prompt": None}, {"prompt": ""}, {"prompt": 3}]
+    found = {finding.code: list(finding.rows) for finding in look(prompts, max_length=20)}
+    assert found == {"truncated_away": [1], "missing_text": [2], "empty_prompt": [3], "not_text": [4]}
+    length = len(TOKENIZER(LONG)["input_ids"])
+    assert look([{"prompt": LONG}], max_length=length).codes == ["truncated_away"]
+    assert look([{"prompt": LONG}], max_length=length + 1).codes == []
+    assert look(
+        [{"prompt": [{"role": "user", "content": LONG}]}, {"prompt": []}], chat_tokenizer(), max_length=9
+    ).codes == [
+        "empty_prompt",
+        "truncated_away",
+    ]
+
+
+def test_a_label_outside_the_vocabulary_is_seen():
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, label]} for label in (7, 999, -1)]
+    assert {f.code: list(f.rows) for f in look(rows, model=make_model())} == {"id_outside_vocabulary": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("row", "tokenizer"),
+    [
+        ({**PAIR, "chosen": "\ud800 hi"}, TOKENIZER),
+        ({"text": "hi \udfff"}, TOKENIZER),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
+    ],
+)
+def test_half_a_surrogate_pair_is_no_text(row, tokenizer):
+    assert look([row], tokenizer or chat_tokenizer()).codes == ["not_text"]
+
+
+def test_a_message_without_content_is_missing_text_unless_it_calls_a_tool():
+    said = [{"role": "assistant", "content": None}, {"role": "assistant", "content": None, "tool_calls": ["f()"]}]
+    findings = look([{"messages": [*MESSAGES, one]} for one in said], chat_tokenizer())
+    assert {f.code: list(f.rows) for f in findings} == {"missing_text": [0]}
+
+
+def test_a_number_beyond_all_floats_is_a_bad_reward():
+    findings = look([*SCORED, {**SCORED[0], "reward": 10**400}])
+    assert {f.code: list(f.rows) for f in findings} == {"bad_reward": [8]}
+
+
+def test_a_limit_beyond_all_lengths_is_no_limit():
+    assert look(max_length=10**30).codes == look().codes == []
+
+
+def test_csv_cells_may_be_long_and_the_limit_of_the_module_is_left_as_it_was():
+    import csv
+
+    from nanlab.rows import csv_rows
+
+    before = csv.field_size_limit()
+    assert csv_rows('a,b\n"x\ny\u2028z",' + "w" * 200_000 + "\n") == [{"a": "x\ny\u2028z", "b": "w" * 200_000}]
+    assert csv.field_size_limit() == before
+
+
 # ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def broken_template():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ 1 + messages }}"
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: look(tokenizer="tiny"), "tokenizer: got a str"),
+        (lambda: look(tokenizer=None), "tokenizer: got a NoneType"),
+        (lambda: look(tokenizer=make_model()), "tokenizer: got a GPTNeoXForCausalLM"),
+        (lambda: look(model="tiny"), "model: got a str"),
+        (lambda: look(model=GPTNeoXForCausalLM), "model: got a GPTNeoXForCausalLM class"),
+        (lambda: look({"prompt": ["a"], "chosen": ["b"]}), "from_dict"),
+        (lambda: look(frame()), "a DataFrame cannot be read by row.*from_pandas"),
+        (lambda: look([{"messages": MESSAGES}], broken_template()), "row 0: the chat template refuses"),
+    ],
+)
+def test_a_wrong_thing_is_named(call, words):
+    with pytest.raises(InputError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def frame():
+    import pandas
+
+    return pandas.DataFrame(pairs())
 
 
 @pytest.mark.parametrize(

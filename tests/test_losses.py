@@ -78,6 +78,18 @@ def test_half_types_are_computed_in_fp32(dtype):
     assert triple_preference_loss(large, -large, 0.0).item() == pytest.approx(-0.02 * large.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_the_gold_answer_in_half_precision_is_computed_in_fp32(dtype, shape):
+    zero = torch.zeros(3, dtype=dtype)
+    for nll, alpha in ((7.77, 0.3), (40000.0, 2.0)):  # 80000 is beyond fp16, and no product is a number of bf16
+        nll = torch.full(shape, nll, dtype=dtype)
+        loss = triple_preference_loss(zero, zero, nll, alpha=alpha)
+        expected = math.log(2) + alpha * nll.double()
+        assert loss.dtype == torch.float32
+        assert_close(loss.double(), expected.expand(3), atol=0, rtol=2e-7)
+
+
 def test_rows_do_not_touch_each_other():
     good, bad = torch.tensor([-1.0, NAN, -2.0], requires_grad=True), torch.tensor([-3.0, -1.0, -INF])
     zero = torch.zeros(3)
@@ -160,3 +172,23 @@ def test_shapes_that_do_not_fit():
         token_policy_loss(log_probs, torch.zeros(3), torch.ones(2, 3))
     with pytest.raises(InputError, match=r"advantages \[2\], completion_mask \[2, 2\]"):
         token_policy_loss(log_probs, torch.zeros(2), torch.ones(2, 2))
+    with pytest.raises(InputError, match=r"^log_probs have shape \[3\], .*: expected \[B, T\]"):
+        token_policy_loss(torch.zeros(3), torch.zeros(3), torch.ones(3))
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("shape", [(3, 1), (1,), (2,), (), (3, 3)])
+def test_dpo_does_not_broadcast(place, shape):
+    rows = [torch.zeros(3) for _ in range(4)]
+    rows[place] = torch.zeros(shape)
+    with pytest.raises(InputError, match=r"^shapes are policy_chosen \[.*: expected \[B\] for each, one number a row$"):
+        dpo_loss(*rows)
+
+
+def test_triple_preference_does_not_broadcast():
+    rows = torch.zeros(3)
+    for shape in ((3, 1), (1,), (2,), (1, 3)):
+        with pytest.raises(InputError, match=r"reference_nll \[.*: expected \[B\] for each"):
+            triple_preference_loss(rows, rows, torch.zeros(shape))
+    with pytest.raises(InputError, match=r"chosen_logps \[3\], rejected_logps \[3, 1\]: expected"):
+        triple_preference_loss(rows, rows[:, None], 0.0)

@@ -112,9 +112,81 @@ def test_a_bad_weight_is_refused_and_nothing_is_taken_in(weight):
     assert mean.state() == before
 
 
-def test_weights_that_do_not_fit_are_refused():
-    with pytest.raises(InputError, match="3 values but 2 weights"):
-        WeightedMean().update([1.0, 2.0, 3.0], [1.0, 1.0])
+def refuses(call, match):
+    with pytest.raises(InputError, match=match) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "weight", "match"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 1.0], "3 values but 2 weights"),
+        ([1.0, 2.0], [], "2 values but 0 weights"),
+        (torch.ones(2, 3), torch.ones(3, 2), r"in shapes \[2, 3\] and \[3, 2\]: give one weight, or one for each"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(value, weight, match):
+    refuses(lambda: WeightedMean().update(value, weight), match)
+
+
+def test_a_dimension_of_size_one_is_no_riddle():
+    mean = WeightedMean()
+    mean.update(torch.tensor([1.0, 5.0]), torch.tensor([[3.0], [1.0]]))
+    assert mean.compute() == 2.0
+
+
+NO_NUMBERS = [None, "a", [1.0, None], [[1.0], [2.0, 3.0]], {"a": 1}, 1 + 2j, 10**400, torch.ones(2, device="meta")]
+
+
+@pytest.mark.parametrize("what", NO_NUMBERS, ids=lambda what: type(what).__name__)
+def test_what_are_not_numbers_is_refused(what):
+    mean = seen([(1.0, 1.0)])
+    for value, weight, name in ((what, 1.0, "value"), ([1.0, 2.0], what, "weight")):
+        refuses(lambda value=value, weight=weight: mean.update(value, weight), f"^WeightedMean: {name} is .*; give a")
+    refuses(lambda: WeightedMean.from_state(what), "^WeightedMean: state is .*; give a")
+    assert mean.state() == seen([(1.0, 1.0)]).state()
+
+
+@pytest.mark.parametrize(
+    "update",
+    [([1e308], [10.0]), ([-1e308], [10.0]), ([1e308] * 10, 1.0), ([1e308, -1e308], [10.0, 10.0]), ([1, 1], 1.7e308)],
+)
+def test_sums_beyond_a_float_are_refused_and_nothing_is_taken_in(update):
+    mean = seen([(3.0, 2.0)])
+    refuses(lambda: mean.update(*update), r"^WeightedMean: a sum of value · weight, or of weights, is beyond 1\.8e308")
+    assert mean == seen([(3.0, 2.0)])
+    large = seen([(1.7e308, 1.0)])
+    refuses(lambda: large.merge(large), "is beyond")
+    assert large == seen([(1.7e308, 1.0)])
+
+
+def test_a_state_is_that_of_one_rank():
+    one, other = seen([(1.0, 10), (2.0, 10)]), seen([(5.0, 100), (7.0, 100)])
+    gathered = torch.tensor(one.state() + other.state(), dtype=torch.float64)  # as all_gather_into_tensor leaves it
+    refuses(lambda: WeightedMean.from_state(gathered), r"^from_state: got 14 numbers, a state has 7; .*view\(-1, 7\)")
+    parts = [WeightedMean.from_state(row) for row in gathered.view(-1, 7)]
+    assert parts[0].merge(parts[1]).compute() == one.merge(other).compute() == 1230 / 220
+
+
+@pytest.mark.parametrize("state", [[], [1.0, 2.0], [0.0] * 6, [0.0] * 8])
+def test_a_state_of_another_length_is_refused(state):
+    refuses(lambda: WeightedMean.from_state(state), f"^from_state: got {len(state)} numbers, a state has 7")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [NAN] * 7,
+        [0.0, 0.0, 0.0, INF, -INF, 0.0, 0.0],
+        [0.0] * 6 + [INF],
+        [0.0] * 6 + [-1.0],
+        [0.0] * 6 + [0.5],
+        [1.0, 0.0, 0.0, -2.0, 0.0, 0.0, 0.0],
+    ],
+)
+def test_seven_numbers_that_are_no_state_are_refused(state):
+    refuses(lambda: WeightedMean.from_state(state), "is no state; give what")
 
 
 def test_it_survives_pickling():

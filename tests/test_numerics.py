@@ -343,6 +343,14 @@ def test_a_label_outside_the_vocabulary_is_named(label):
         token_logps(logits, labels, mask)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.uint8])
+def test_labels_that_are_no_ids_are_refused(dtype):
+    logits, labels, mask = token_batch()
+    with pytest.raises(InputError, match=f"^labels are {dtype}: convert them to int64$"):
+        token_logps(logits, labels.to(dtype), mask)
+    assert torch.equal(token_logps(logits, labels.int(), mask), token_logps(logits, labels, mask))
+
+
 def test_shapes_that_do_not_fit_are_named():
     logits, labels, mask = token_batch()
     for wrong in ((logits[0], labels, mask), (logits, labels[:, 1:], mask), (logits, labels, mask[:, 1:])):

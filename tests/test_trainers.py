@@ -3,13 +3,14 @@
 import copy
 import itertools
 import math
+import re
 import statistics
 
 import pytest
 import torch
 import torch.nn.functional as F
 import trl
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from torch.testing import assert_close
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from trl.experimental import tpo
@@ -386,23 +387,39 @@ def test_bf16_autocast_stays_near_the_plain_loop(kind, tmp_path, tokenizer, rows
 def one_sgd_step(kind, folder, tokenizer, rows, batch, accumulate):
     trainer = make_trainer(
         kind, folder, tokenizer, rows, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulate,
-        optim="sgd", learning_rate=1.0, max_grad_norm=0.0, lr_scheduler_type="constant",
+        optim="sgd", learning_rate=1.0, max_grad_norm=0.0, lr_scheduler_type="constant", logging_steps=1,
     )  # fmt: skip
     start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    return {name: start[name] - p.detach() for name, p in trainer.model.named_parameters()}
+    moved = {name: start[name] - p.detach() for name, p in trainer.model.named_parameters()}
+    return moved, next(entry for entry in trainer.state.log_history if "loss" in entry), trainer.objective
 
 
-@pytest.mark.parametrize("kind", ["token-tpo", "dpo"])
-def test_gradient_accumulation_weighs_every_token_the_same(kind, tmp_path, tokenizer, rows):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_does_not_move_with_its_micro_batches(kind, tmp_path, tokenizer, rows):
+    """Every token and every row weighs the same, in a short micro-batch at the end too."""
     rows = rows[:8]
     size = len(data_for(kind, rows))
-    whole = one_sgd_step(kind, tmp_path, tokenizer, rows, size, 1)
+    whole, logged, _ = one_sgd_step(kind, tmp_path, tokenizer, rows, size, 1)
     assert max(g.abs().max() for g in whole.values()) > 1e-2
-    for parts in (2, size // 2):
-        accumulated = one_sgd_step(kind, tmp_path, tokenizer, rows, size // parts, parts)
+    for batch in (size // 2, 2, size // 2 - 1):
+        accumulated, parts, objective = one_sgd_step(kind, tmp_path, tokenizer, rows, batch, math.ceil(size / batch))
         for name, gradient in whole.items():
             assert_close(accumulated[name], gradient, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+        for name, value in logged.items():
+            assert parts[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+        added_up = sum(coefficient * parts[name] for name, coefficient in objective.items())
+        assert parts["loss"] == pytest.approx(added_up, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_weights_are_those_of_the_loss(kind, tmp_path, tokenizer, rows):
+    """They are counted before the model runs, and what they count must be what the loss is then divided by."""
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    weights, terms = trainer.row_weights(batch), trainer.row_terms(trainer.model, batch)
+    for name in trainer.objective:
+        assert weights[name].tolist() == terms[name].weights.tolist(), name
 
 
 def test_lora_uses_the_model_without_adapter_as_reference(tmp_path, tokenizer, rows):
@@ -478,34 +495,96 @@ def test_a_missing_column_is_named(kind, column, tmp_path, tokenizer, rows):
         trainer(make_model(), args=make_args(config, tmp_path), train_dataset=data, processing_class=tokenizer)
 
 
-@pytest.mark.parametrize("kind", METHODS)
-@pytest.mark.parametrize("fault", ["all None", "all empty", "max_length"])
-def test_a_data_set_without_one_usable_row_is_refused(kind, fault, tmp_path, tokenizer, rows):
-    empty = {"all None": None, "all empty": "  "}.get(fault)
-    texts = ("completion",) if kind == "token-tpo" else ("chosen", "rejected", "reference")
-    data = list(data_for(kind, rows))
-    if fault != "max_length":
-        data = [{**row, **dict.fromkeys(texts, empty)} for row in data]
+def refuses(kind, folder, tokenizer, data, match, **options):
     trainer, config, _ = KINDS[kind]
-    args = make_args(config, tmp_path, max_length=4)
-    with pytest.raises(InputError, match=f"^train dataset: none of its {len(data)} rows has .* max_length=4") as caught:
-        trainer(make_model(), args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer)
+    args = make_args(config, folder, **options)
+    with pytest.raises(InputError, match=match) as caught:
+        trainer(make_model(), args=args, train_dataset=data, processing_class=tokenizer)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["tpo", "dpo"])
-def test_a_stream_is_refused(kind, tmp_path, tokenizer, rows):
-    trainer, config, _ = KINDS[kind]
-    stream = Dataset.from_list(rows).to_iterable_dataset()
-    with pytest.raises(InputError, match=r"^train dataset: is a IterableDataset; give a datasets\.Dataset"):
-        trainer(make_model(), args=make_args(config, tmp_path), train_dataset=stream, processing_class=tokenizer)
+def texts_of(kind):
+    return {"token-tpo": ("completion",), "dpo": ("chosen", "rejected")}.get(kind, ("chosen", "rejected", "reference"))
+
+
+def with_value(data, row, column, value):
+    """The rows, with another value in one row; None, which fits every type, in that column of the others."""
+    return Dataset.from_list([{**r, column: value if i == row else None} for i, r in enumerate(data)])
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("empty", [None, "  "])
+def test_a_data_set_without_text_is_refused(kind, empty, tmp_path, tokenizer, rows):
+    data = [{**row, **dict.fromkeys(texts_of(kind), empty)} for row in data_for(kind, rows)]
+    text = ", ".join(texts_of(kind))
+    match = f"^train dataset: none of its {len(data)} rows has a prompt and text in {text}; fill these columns$"
+    refuses(kind, tmp_path, tokenizer, Dataset.from_list(data), match)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_data_set_without_a_token_in_max_length_is_refused(kind, tmp_path, tokenizer, rows):
+    data = data_for(kind, rows)
+    match = f"^train dataset: none of its {len(data)} rows with text has .* max_length=4; raise max_length or shorten"
+    refuses(kind, tmp_path, tokenizer, data, match, max_length=4)
+
+
+def test_a_data_set_without_a_reward_is_refused(tmp_path, tokenizer, rows):
+    for missing in (None, math.nan, math.inf):
+        data = [{**row, "reward": missing} for row in data_for("token-tpo", rows)]
+        match = f"^train dataset: none of its {len(data)} rows with text has a finite reward; "
+        refuses("token-tpo", tmp_path, tokenizer, Dataset.from_list(data), match)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_an_empty_data_set_is_refused(kind, tmp_path, tokenizer, rows):
+    for empty in (data_for(kind, rows).select([]), Dataset.from_list([])):
+        refuses(kind, tmp_path, tokenizer, empty, "^train dataset: has no rows; give it one at least$")
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows)
+    with pytest.raises(InputError, match=r"^eval dataset: has no rows; give it one"):
+        trainer.evaluate(data_for(kind, rows).select([]))
+
+
+OTHER_DATA = {
+    "list": list, "IterableDataset": lambda data: data.to_iterable_dataset(),
+    "DatasetDict": lambda data: DatasetDict({"a": data}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("other", OTHER_DATA)
+def test_what_is_no_data_set_is_refused(kind, other, tmp_path, tokenizer, rows):
+    data = OTHER_DATA[other](data_for(kind, rows))
+    refuses(kind, tmp_path, tokenizer, data, rf"^train dataset: is a {other}; give a datasets\.Dataset")
+    if other != "DatasetDict":  # several sets to evaluate on may come in a dict
+        with pytest.raises(InputError, match=rf"^eval dataset: is a {other}; give a datasets\.Dataset"):
+            make_trainer(kind, tmp_path, tokenizer, rows).evaluate(data)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("value", [5, [1, 2], {"role": "user"}])
+def test_a_text_that_is_none_is_named_with_its_row(kind, value, tmp_path, tokenizer, rows):
+    for column in ("prompt", *texts_of(kind)):
+        data = with_value(data_for(kind, rows), 2, column, value)
+        match = rf"^train dataset, row 2: {column} is {re.escape(repr(value)[:6])}.*; give text"
+        refuses(kind, tmp_path, tokenizer, data, match)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "wish"),
+    [("reward", "1.0", "a number"), ("reward", [1.0], "a number"), ("group", [1], "an int or a str"),
+     ("group", {"a": 1}, "an int or a str")],
+)  # fmt: skip
+def test_a_reward_or_group_of_another_type_is_named_with_its_row(column, value, wish, tmp_path, tokenizer, rows):
+    data = with_value(data_for("token-tpo", rows), 3, column, value)
+    match = rf"^train dataset, row 3: {column} is {re.escape(repr(value))}; give {wish}"
+    refuses("token-tpo", tmp_path, tokenizer, data, match)
 
 
 REFUSED = {
-    "tpo": [{"loss_type": "ipo"}, {"loss_type": "hinge"}],
+    "tpo": [{"loss_type": "ipo"}, {"loss_type": "hinge"}, {"loss_type": None}],
     "dpo": [
         {"loss_type": "ipo"}, {"loss_type": ["sft"]}, {"f_divergence_type": "forward_kl"}, {"ld_alpha": 0.5},
-        {"use_weighting": True},
+        {"use_weighting": True}, {"loss_type": None}, {"loss_type": []},
     ],
 }  # fmt: skip
 
@@ -516,6 +595,21 @@ def test_an_option_that_our_loss_does_not_cover_is_refused(kind, option, tmp_pat
     args = make_args(config, tmp_path, **option)
     with pytest.raises(InputError, match=next(iter(option))):
         trainer(make_model(), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "weights", "factors"),
+    [(["sigmoid"] * 2, [1.0, 1.0], (2.0, 0.0)), (["sft", "sigmoid"], None, (1.0, 1.0)),
+     (["sigmoid", "sft"] * 2, [0.5, 1.0, 0.25, 2.0], (0.75, 3.0))],
+)  # fmt: skip
+def test_a_loss_named_twice_counts_twice(kinds, weights, factors, tmp_path, tokenizer, rows):
+    options = {"loss_type": kinds, "loss_weights": weights}
+    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, **options)
+    metrics = trainer.evaluate()
+    expected = plain_metrics("dpo with sft", tokenizer, rows, make_model(), make_model(seed=1))
+    preference, nll = expected["preference_loss"], expected["nll"]
+    assert metrics["eval_loss"] == pytest.approx(factors[0] * preference + factors[1] * nll, rel=1e-5)
+    assert metrics["eval_preference_loss"] == pytest.approx(preference, rel=1e-5)
 
 
 def test_token_tpo_asks_for_the_tokenizer(tmp_path, rows):

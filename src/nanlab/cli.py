@@ -1,15 +1,18 @@
 """The command line: `nanlab check`, `nanlab preflight`, `nanlab autopsy`, `nanlab run`.
 
-Exit status 0: nothing found; 1: findings; 2: bad input, told in one line on stderr. A command is one row of `COMMANDS`.
+Exit status 0: nothing found; 1: findings; 2: bad input, told in one line on stderr; 130: a run was stopped by Ctrl-C;
+141: whatever read the output went away. A command is one row of `COMMANDS`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +21,8 @@ from nanlab import __version__
 from nanlab.errors import InputError
 
 NOTHING, FOUND, BAD_INPUT = 0, 1, 2
+STOPPED = 130  # what a shell gives a command that Ctrl-C ended
+PIPE_CLOSED = 141  # and one whose reader went away
 
 
 class Command(NamedTuple):
@@ -117,43 +122,68 @@ def _preflight(args: argparse.Namespace) -> int:
 
 
 def read_rows(path: Path):
-    """Rows of a JSON, JSONL or Parquet file as they are, faults included: a list of dicts or a `datasets.Dataset`.
+    """Rows of a JSON, JSONL, CSV or Parquet file as they are, faults included: a list of dicts or a `datasets.Dataset`.
 
     Raises:
-        InputError: no such file, another kind of file, or text that is not JSON, named by line.
+        InputError: no such file, another kind of file, no rows in it, or text that is not JSON, named by line.
     """
-    if not path.is_file():
+    if not os.path.exists(path):  # unlike path.exists(), False also for a name that no system takes
         raise InputError(f"{path}: no such file")
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name the file of rows in it")
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise InputError(f"{path}: cannot tell the kind of file; name it {', '.join(_READERS)}")
     try:
-        return reader(path)
+        rows = reader(path)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(rows) == 0:
+        raise InputError(f"{path}: holds no rows")
+    return rows
 
 
 def _read_json(path: Path) -> list:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from error
+        rows = _parse(path.read_text(encoding="utf-8-sig"), path, 1)
+    except InputError as error:
+        if getattr(error.__cause__, "msg", "") == "Extra data":  # one object a line, under the wrong name
+            return _read_lines(path)
+        raise
     if not isinstance(rows, list):
         raise InputError(f"{path}: holds no list of rows; for one object a line name it .jsonl")
     return rows
 
 
 def _read_lines(path: Path) -> list:
-    rows = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                rows += [json.loads(line)] if line.strip() else []
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}, line {number}: not JSON: {error.msg}") from error
-    return rows
+    with path.open(encoding="utf-8-sig") as file:
+        return [_parse(line, path, number) for number, line in enumerate(file, start=1) if line.strip()]
+
+
+def _parse(text: str, path: Path, line: int):
+    """The value of some JSON that starts on a line of a file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}, line {line + error.lineno - 1}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits; brackets within brackets without end
+        raise InputError(f"{path}, line {line}: cannot be read: {error}") from error
+
+
+def _read_csv(path: Path) -> list:
+    from nanlab.rows import NUMBERS, csv_rows
+
+    rows = csv_rows(path.read_text(encoding="utf-8-sig"))
+    return [{name: _number(cell) if name in NUMBERS else cell for name, cell in row.items()} for row in rows]
+
+
+def _number(cell: str | None) -> float | str | None:
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        return cell  # an empty cell, a word: the check of the rewards says which row
 
 
 def _read_parquet(path: Path):
@@ -167,7 +197,13 @@ def _read_parquet(path: Path):
         raise InputError(f"{path}: not a Parquet file: {error}") from error
 
 
-_READERS = {".json": _read_json, ".jsonl": _read_lines, ".ndjson": _read_lines, ".parquet": _read_parquet}
+_READERS = {
+    ".json": _read_json,
+    ".jsonl": _read_lines,
+    ".ndjson": _read_lines,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
 
 
 def _load(kind: str, name: str):
@@ -185,8 +221,9 @@ def _load(kind: str, name: str):
     }[kind]
     try:
         return load()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{kind} {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # on a damaged folder the libraries raise what they like
+        why = textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" …")
+        raise InputError(f"{kind} {name!r} cannot be loaded: {why}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------- autopsy
@@ -199,7 +236,7 @@ def _autopsy(args: argparse.Namespace) -> int:
 
 
 def _report(findings, args: argparse.Namespace) -> int:
-    print(json.dumps(findings.to_dict(), ensure_ascii=False) if args.json else findings)
+    print(json.dumps(findings.to_dict()) if args.json else findings)
     return FOUND if findings else NOTHING
 
 
@@ -207,10 +244,18 @@ def _report(findings, args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    try:
+        return _train(args)
+    except KeyboardInterrupt as stop:
+        print(f"nanlab: stopped; {stop.args[0] if stop.args else 'nothing was saved yet'}", file=sys.stderr)
+        return STOPPED
+
+
+def _train(args: argparse.Namespace) -> int:
     from nanlab.course import quiet
 
     quiet()
-    from nanlab.full_run import train_and_evaluate
+    from nanlab.full_run import as_json, train_and_evaluate
 
     report = (lambda text: print(text, file=sys.stderr)) if args.json else print
     run = train_and_evaluate(
@@ -218,7 +263,7 @@ def _run(args: argparse.Namespace) -> int:
         max_length=args.max_length, memory_gb=args.memory_gb, seed=args.seed, report=report,
     )  # fmt: skip
     if int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps(dataclasses.asdict(run)) if args.json else run)
+        print(as_json(dataclasses.asdict(run)) if args.json else run)
     return NOTHING if run.finite() else FOUND
 
 
@@ -233,7 +278,7 @@ COMMANDS = (
         "preflight",
         "faults of a data set and its set-up, before training",
         (
-            (("file",), {"metavar": "FILE", "help": "JSON, JSONL or Parquet rows"}),
+            (("file",), {"metavar": "FILE", "help": "JSON, JSONL, CSV or Parquet rows"}),
             (("--tokenizer",), {"required": True, "metavar": "NAME", "help": "directory, hub id, tiny or smollm2"}),
             (("--max-length",), {"type": int, "metavar": "N", "help": "tokens kept of prompt and answer together"}),
             (("--model",), {"metavar": "NAME", "help": "also look at these weights"}),
@@ -260,7 +305,7 @@ COMMANDS = (
             (("--method",), {"required": True, "metavar": "NAME", "help": "tpo, token-tpo or dpo"}),
             (("--model",), {"metavar": "NAME", "help": "tiny, smollm2, a directory or hub id (the scale decides)"}),
             (("--dataset",), {"metavar": "FILE", "help": "preference rows: a file or hub id (the course's own)"}),
-            (("--output",), {"default": "runs/full_run", "metavar": "DIR", "help": "continues what was killed in it"}),
+            (("--output",), {"metavar": "DIR", "help": "continues what was stopped in it (runs/full_run-METHOD)"}),
             (("--scale",), {"metavar": "SIZE", "help": "tiny, small or full (NANLAB_SCALE, else the device decides)"}),
             (("--steps",), {"type": int, "metavar": "N", "help": "optimizer steps"}),
             (("--max-length",), {"type": int, "metavar": "N", "help": "tokens kept of prompt and answer together"}),
@@ -293,12 +338,36 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is returned."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # stderr is for the one line of bad input
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 has no arrow
+    try:
+        return _obey(argv)
+    except BrokenPipeError:  # `| head` has seen enough
+        _drop_output()
+        return PIPE_CLOSED
+    except InputError as error:
+        print(f"nanlab: {' '.join(str(error).split())}", file=sys.stderr)
+    except OSError as error:  # no space, no permission: the system's doing, and no fault in the code
+        _drop_output()
+        print(f"nanlab: {error.filename or 'cannot go on'}: {error.strerror or error}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _obey(argv: list[str] | None) -> int:
     try:
         args = _parser().parse_args(argv)
         return args.run(args)
-    except InputError as error:
-        print(f"nanlab: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+    finally:
+        print(end="", flush=True)  # here, where it can still be told that nothing can be written
+
+
+def _drop_output() -> None:
+    """What nobody takes goes nowhere; otherwise Python tries to write it again at its end, and complains."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

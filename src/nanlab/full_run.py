@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -17,9 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from accelerate import PartialState
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanlab.course.materials import END, PADDING, load_model, load_preferences, scale, to_scored, warm_up
+from nanlab.course.sources import COLUMNS, one_line
 from nanlab.errors import InputError
 from nanlab.metrics import WeightedMean
 from nanlab.models import completion_log_probs
@@ -75,6 +80,8 @@ SCALES = {
 # Rows that fit at a time, by memory in GB (measured for 135M parameters in fp32 at 512 tokens, three answers a row).
 ROWS_AT_ONCE = ((40, 16), (20, 8), (10, 4), (5, 2), (0, 1))
 
+LAST_SEED = 2**32 - 1  # NumPy's
+
 
 @dataclass
 class Run:
@@ -101,10 +108,11 @@ class Run:
     def checks(self) -> list[tuple[str, str, bool]]:
         """The acceptance table: what was asked, what came out, and whether that is enough."""
         before, after = self.before, self.after
+        left_out = after["eval_excluded_rows"] + after["eval_dropped_rows"]
         fell, moved = before["eval_loss"] - after["eval_loss"], after["gold"] - before["gold"]
         table = [
             ("every metric is finite", f"{len(self.numbers())} numbers", self.finite()),
-            ("no row left out", f"{after['eval_excluded_rows']} rows", after["eval_excluded_rows"] == 0),
+            ("no row left out", f"{left_out} rows", left_out == 0),
             ("the loss fell", f"by {fell:.2f}", fell > 0),
             ("the gold answer is kept", f"{moved:+.2f} nat a token", moved > -0.1),
         ]
@@ -116,8 +124,9 @@ class Run:
     def __str__(self) -> str:
         """Metrics before and after, and the acceptance table."""
         names = [name for name in self.after if name in self.before and name != "epoch"]
-        lines = [f"{'':28}{'before':>10}{'after':>10}"]
-        lines += [f"{name:28}{self.before[name]:>10.4g}{self.after[name]:>10.4g}" for name in names]
+        table = [("", "before", "after"), *((n, f"{self.before[n]:.4g}", f"{self.after[n]:.4g}") for n in names)]
+        width = max(10, *(1 + len(cell) for _, *cells in table for cell in cells))
+        lines = [f"{name:28}{before:>{width}}{after:>{width}}" for name, before, after in table]
         lines += [f"{'ok' if passed else 'FAIL':6}{what}: {value}" for what, value, passed in self.checks()]
         return "\n".join(lines)
 
@@ -127,7 +136,7 @@ def train_and_evaluate(
     *,
     model: str | None = None,
     dataset: str | None = None,
-    output: str | os.PathLike = "runs/full_run",
+    output: str | os.PathLike | None = None,
     size: str | None = None,
     steps: int | None = None,
     max_length: int | None = None,
@@ -141,8 +150,8 @@ def train_and_evaluate(
         method: "tpo", "token-tpo" or "dpo".
         model: "tiny", "smollm2", a local directory or a hub id; by default what the scale says.
         dataset: a file or hub id with preference rows; by default the course's own.
-        output: a folder. A run that was killed goes on from its last checkpoint, with the same final metrics; a
-            finished one is run again.
+        output: a folder, new or of a run; by default `runs/full_run-METHOD`. A run that was stopped goes on from its
+            last checkpoint, with the same final metrics; a finished one is run again.
         size: "tiny", "small" or "full"; by default `NANLAB_SCALE`, else the device decides.
         steps, max_length: replace the scale's.
         memory_gb: memory to plan for; by default what the device has. Less memory means fewer rows at a time and more
@@ -151,14 +160,22 @@ def train_and_evaluate(
 
     Raises:
         InputError: an argument, file or folder that cannot be used. Nothing is half-written then.
+        KeyboardInterrupt: says what is saved.
     """
     plan = _plan(method, model, dataset, size, steps, max_length, memory_gb, seed)
-    stage = _Stages(report)
+    folder = Path(f"runs/full_run-{method}" if output is None else output)
+    try:
+        return _all_stages(METHODS[method], plan, folder, _Stages(report))
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(_saved(folder)) from stop
+
+
+def _all_stages(method: Method, plan: dict[str, Any], folder: Path, stage: _Stages) -> Run:
     with stage("data"):
         data = _data(plan)
-    folder = Path(output)
+        plan["rows"] = _fingerprint(data)
     with stage("model"), _start_in(folder, plan) as start:
-        _make_start(start, plan, data["train"])
+        _make_start(start, plan, data)
         policy, tokenizer = _load(start)
         trainer = _trainer(method, plan, folder, policy, tokenizer, data)
     with stage("evaluate before"):
@@ -167,7 +184,7 @@ def train_and_evaluate(
         trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
     with stage("evaluate after"):
         after = _measure(trainer, policy, tokenizer, data)
-        traps = trainer.evaluate(METHODS[method].rows(data["traps"])) if "traps" in data else {}
+        traps = trainer.evaluate(method.rows(data["traps"])) if "traps" in data else {}
         samples = [
             {**old, "after": new} for old, new in zip(samples_before, _samples(policy, tokenizer, data), strict=True)
         ]
@@ -188,10 +205,10 @@ def _plan(method, model, dataset, size, steps, max_length, memory_gb, seed) -> d
     if size not in SCALES:
         raise InputError(f"scale {size!r}: choose {', '.join(SCALES)}")
     for name, value in {"steps": steps, "max-length": max_length, "memory-gb": memory_gb}.items():
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # NaN too
             raise InputError(f"{name} {value}: give a number above 0")
-    if seed < 0:
-        raise InputError(f"seed {seed}: give 0 or a positive number")
+    if not 0 <= seed <= LAST_SEED:
+        raise InputError(f"seed {seed}: give a number from 0 to {LAST_SEED}")
     chosen = SCALES[size]
     world, batch = _ranks().num_processes, chosen.batch
     if memory_gb is None:
@@ -234,7 +251,20 @@ def _data(plan: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
+def _fingerprint(data: dict[str, Any]) -> str:
+    """Changes with any row: a file may be another one under the same name."""
+    rows = hashlib.sha256()
+    for split, table in data.items():
+        rows.update(split.encode())
+        for row in table:
+            rows.update(json.dumps(row, sort_keys=True).encode())
+    return rows.hexdigest()[:16]
+
+
 # --- the folder -----------------------------------------------------------------------------------------------------
+
+
+DRAFT = "start.tmp"  # what a kill during the set-up leaves in a new folder
 
 
 @contextmanager
@@ -244,17 +274,13 @@ def _start_in(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
     An unfinished run with the same plan goes on. A new run replaces a finished one, but only once its set-up went
     through: until then its start is a draft, and a failure takes the draft and the new folders away again.
     """
-    main, settings = _ranks().is_main_process, folder / "settings.json"
+    main = _ranks().is_main_process
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     _check_writable(folder)
-    if settings.exists() and not (folder / "result.json").exists():
-        if json.loads(settings.read_text()) != plan:
-            raise InputError(
-                f"output {folder}: holds an unfinished run with other settings; choose another --output or delete it"
-            )
+    if _is_unfinished(folder, plan):
         yield folder / "start"
         return
-    draft = folder / "start.tmp"
+    draft = folder / DRAFT
     try:
         yield draft
     except BaseException:
@@ -266,13 +292,57 @@ def _start_in(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
         raise
     _ranks().wait_for_everyone()  # all have loaded the draft
     if main:
-        for path in [folder / "start", *folder.glob("checkpoint-*")]:
+        for path in [folder / "start", *_checkpoints(folder)]:
             shutil.rmtree(path, ignore_errors=True)
-        for name in ("before.json", "result.json"):
-            (folder / name).unlink(missing_ok=True)
+        (folder / "before.json").unlink(missing_ok=True)
         draft.replace(folder / "start")
-        _write(settings, plan)
+        _write(folder / "settings.json", plan)
+        (folder / "result.json").unlink(missing_ok=True)  # last: until here the folder counts as finished
     _ranks().wait_for_everyone()
+
+
+def _is_unfinished(folder: Path, plan: dict[str, Any]) -> bool:
+    """Whether the folder holds a run with this plan to go on with."""
+    old = _settings(folder)
+    if old is None or (folder / "result.json").exists():
+        return False
+    if other := [name for name in plan if plan[name] != old.get(name)]:
+        raise InputError(
+            f"output {folder}: holds an unfinished run with other settings ({', '.join(other)}); "
+            "choose another --output or delete it"
+        )
+    return True
+
+
+def _settings(folder: Path) -> dict[str, Any] | None:
+    """The plan of the run in a folder; None if the folder is new. A run deletes files, but never somebody else's."""
+    path = folder / "settings.json"
+    if path.exists():
+        plan = _read(path)
+        if not isinstance(plan, dict) or not {"method", "model", "steps"} <= plan.keys():
+            raise InputError(
+                f"{path}: cannot be read as the settings of a run; choose another --output or delete {folder}"
+            )
+        for other in sorted(set(folder.glob("checkpoint-*")) - set(_checkpoints(folder))):
+            raise InputError(f"{other}: no checkpoint of this run, and the trainer would delete it; move it away")
+        return plan
+    others = sorted(p.name for p in folder.iterdir() if p.name != DRAFT and not p.name.startswith("."))
+    if others:
+        raise InputError(
+            f"output {folder}: holds {others[0]!r} and no settings.json of a run; choose a new folder as --output"
+        )
+    return None
+
+
+def _saved(folder: Path) -> str:
+    """What there is of a run that was stopped, in words."""
+    if not (folder / "settings.json").exists():
+        return "nothing was saved yet; the same command starts anew"
+    if (folder / "result.json").exists():
+        return f"the finished run in {folder} is as it was; the same command starts anew"
+    newest = _last_checkpoint(folder)
+    what = f"the training up to step {newest.rsplit('-', 1)[1]}" if newest else "the model to start from"
+    return f"{what} is saved in {folder}; the same command goes on from there"
 
 
 def _check_writable(folder: Path) -> None:
@@ -295,23 +365,64 @@ def _check_space(folder: Path, model) -> None:
         )
 
 
+def as_json(content: Any, indent: int | None = None) -> str:
+    """JSON has no NaN: what is not finite is the text "NaN" or "Infinity", which `float` and `autopsy` take."""
+    return json.dumps(json.loads(json.dumps(content), parse_constant=str), indent=indent, allow_nan=False)
+
+
 def _write(path: Path, content: Any) -> None:
     """All or nothing: a reader never sees half a file."""
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(content, indent=1))
+    draft.write_text(as_json(content, indent=1))
     draft.replace(path)
 
 
+def _read(path: Path) -> Any:
+    """What `_write` wrote, or None if it cannot be read (any more)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints, the newest first; only what has a number for a name is one of ours."""
+    steps = {p: re.fullmatch(r"checkpoint-(\d+)", p.name) for p in folder.glob("checkpoint-*")}
+    return sorted((p for p in steps if steps[p]), key=lambda p: int(steps[p][1]), reverse=True)
+
+
 def _last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end (the trainer's state comes last)."""
-    steps = [int(p.parent.name.split("-")[1]) for p in folder.glob("checkpoint-*/trainer_state.json")]
-    return str(folder / f"checkpoint-{max(steps)}") if steps else None
+    """The newest checkpoint that was written to its end and can be read."""
+    return next((str(p) for p in _checkpoints(folder) if _is_whole(p)), None)
+
+
+def _opens(path: Path) -> bool:
+    with safe_open(path, "pt"):  # compares the header with the size of the file
+        return True
+
+
+# Cheap ways to see that a file of a checkpoint is not cut off. A zip has its directory at the end.
+WHOLE: dict[str, Callable[[Path], bool]] = {
+    ".json": lambda path: _read(path) is not None,
+    ".safetensors": _opens,
+    ".pt": zipfile.is_zipfile,
+    ".pth": zipfile.is_zipfile,
+}
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """The trainer's state comes last; a disk or a copy may have damaged any file later."""
+    try:
+        files = [path for path in checkpoint.iterdir() if path.suffix in WHOLE]
+        return checkpoint / "trainer_state.json" in files and all(WHOLE[path.suffix](path) for path in files)
+    except (OSError, SafetensorError):
+        return False
 
 
 # --- model and trainer ----------------------------------------------------------------------------------------------
 
 
-def _make_start(start: Path, plan: dict[str, Any], rows) -> None:
+def _make_start(start: Path, plan: dict[str, Any], data: dict[str, Any]) -> None:
     """Save the model before preference tuning, once: a run that is resumed starts from the same weights."""
     if _ranks().is_main_process and start.name != "start":
         model, tokenizer = load_model(plan["model"], seed=plan["seed"])
@@ -320,18 +431,50 @@ def _make_start(start: Path, plan: dict[str, Any], rows) -> None:
             own = PADDING in tokenizer.get_vocab()
             tokenizer.pad_token = PADDING if own else tokenizer.eos_token or END
         model.config.pad_token_id = tokenizer.pad_token_id
+        _check_fit(plan, model, tokenizer, data)
         if plan["model"] == "tiny":  # a random model has nothing to lose: first it reads good and bad answers alike
-            warm_up(model, tokenizer, rows, columns=("reference", "chosen", "rejected"), seed=plan["seed"])
+            warm_up(model, tokenizer, data["train"], columns=("reference", "chosen", "rejected"), seed=plan["seed"])
         shutil.rmtree(start, ignore_errors=True)
         model.save_pretrained(start)
         tokenizer.save_pretrained(start)
     _ranks().wait_for_everyone()
 
 
+def _check_fit(plan: dict[str, Any], model, tokenizer, data: dict[str, Any]) -> None:
+    """Do model, tokenizer and rows go together? Asked before the warm-up, which takes minutes for long rows."""
+    known, length = set(tokenizer.get_vocab().values()), plan["max_length"]
+    if known <= set(tokenizer.all_special_ids):  # what transformers makes up where there are no files
+        raise InputError(f"model {plan['model']!r}: holds no tokenizer; save one beside the weights")
+    for split, rows in data.items():
+        if not any(max(1, len(tokenizer(prompt)["input_ids"])) < length for prompt in rows["prompt"]):
+            raise InputError(
+                f"{split} dataset: none of its {len(rows)} rows has a completion token within max_length={length}; "
+                "raise max_length or shorten the prompts"
+            )
+    size = model.get_input_embeddings().num_embeddings
+    if max(known) >= size and (highest := _highest_id(tokenizer, data)) >= size:
+        raise InputError(
+            f"model {plan['model']!r}: its vocabulary has {size} tokens, and its tokenizer makes token {highest} of "
+            "the rows; use the tokenizer that belongs to it"
+        )
+
+
+def _highest_id(tokenizer, data: dict[str, Any]) -> int:
+    texts = [text for rows in data.values() for column in COLUMNS for text in rows[column] if text]
+    return max(tokenizer.pad_token_id, *(max(ids, default=0) for ids in tokenizer(texts)["input_ids"]))
+
+
 def _load(start: Path):
     """Weights in fp32, also for bf16 training: autocast computes in bf16, the optimizer needs the precision."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    return model, transformers.AutoTokenizer.from_pretrained(start)
+    try:
+        if not (start / "config.json").is_file():
+            raise FileNotFoundError("no config.json")  # without one transformers asks the hub
+        model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+        return model, transformers.AutoTokenizer.from_pretrained(start)
+    except Exception as error:  # a dozen kinds, by file format
+        raise InputError(
+            f"{start}: cannot be loaded ({one_line(error)}); choose another --output or delete {start.parent}"
+        ) from error
 
 
 def _has_fast_bf16() -> bool:
@@ -341,8 +484,7 @@ def _has_fast_bf16() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _trainer(method: str, plan: dict[str, Any], folder: Path, model, tokenizer, data):
-    how = METHODS[method]
+def _trainer(how: Method, plan: dict[str, Any], folder: Path, model, tokenizer, data):
     on_gpu = torch.cuda.is_available()
     args = how.config(
         output_dir=str(folder),
@@ -355,6 +497,7 @@ def _trainer(method: str, plan: dict[str, Any], folder: Path, model, tokenizer, 
         warmup_steps=plan["steps"] // 10,
         max_length=plan["max_length"],
         logging_steps=max(1, plan["steps"] // 12),
+        logging_nan_inf_filter=False,  # it writes 0.0 in place of a NaN loss
         save_steps=max(1, plan["steps"] // 3),
         save_total_limit=2,
         bf16=on_gpu and _has_fast_bf16(),
@@ -405,7 +548,8 @@ def _peak_memory() -> float:
 def _before(folder: Path, trainer, model, tokenizer, data) -> tuple[dict[str, float], list[dict[str, str]]]:
     """Metrics and sample answers of the untouched model; a resumed run reads what it measured then."""
     path = folder / "before.json"
-    if not path.exists():
+    known = _read(path)
+    if not isinstance(known, list) or [type(part) for part in known] != [dict, list]:  # none yet, or damaged
         metrics = _measure(trainer, model, tokenizer, data)
         prompts = data["held_out"]["prompt"][:3]
         answers = _samples(model, tokenizer, data)
@@ -413,7 +557,9 @@ def _before(folder: Path, trainer, model, tokenizer, data) -> tuple[dict[str, fl
         if trainer.is_world_process_zero():
             _write(path, [metrics, samples])
         _ranks().wait_for_everyone()
-    return tuple(json.loads(path.read_text()))
+        known = _read(path)
+    metrics, samples = known
+    return {name: float(value) if isinstance(value, str) else value for name, value in metrics.items()}, samples
 
 
 def _measure(trainer, model, tokenizer, data) -> dict[str, float]:

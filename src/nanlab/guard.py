@@ -29,6 +29,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,11 @@ logger = logging.getLogger(__name__)
 
 
 class GuardStop(RuntimeError):
-    """The guard ends the run. `event` says why; `folder` holds the post-mortem of this rank."""
+    """The guard ends the run. `event` says why; `folder` holds the post-mortem of this rank (None: not written)."""
 
-    def __init__(self, event: Event, folder: Path):
-        super().__init__(f"{event}; post-mortem in {folder}")
-        self.event, self.folder = event, folder
+    def __init__(self, event: Event, folder: Path | None, post_mortem: str):
+        super().__init__(f"{event}; {post_mortem}")
+        self.event, self.folder, self.post_mortem = event, folder, post_mortem
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,12 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.is_sparse else tensor
 
 
+def _numbers(tensor: Tensor) -> Tensor:
+    """The same as real numbers: a complex entry is two of them."""
+    tensor = _plain(tensor)
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def _world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
@@ -159,7 +166,7 @@ def _surely_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
     One answer for all ranks, at the price of one fetch from the device (and one all-reduce of one number). The L2 norm,
     because PyTorch's inf-norm, which does not overflow, is ten times slower on a CPU or worse.
     """
-    tensors = [p for t in tensors if (p := _plain(t)).is_floating_point() and p.numel()]
+    tensors = [p for t in tensors if (p := _numbers(t)).is_floating_point() and p.numel()]
     norm = get_total_norm(tensors).to(device)
     if _world() == 1:
         return math.isfinite(norm.item())
@@ -171,7 +178,7 @@ def _surely_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
 def _first_bad(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """(name, "nan" or "inf") of the first tensor that is not finite. Slow: for the failing step only."""
     for name, tensor in named:
-        values = _plain(tensor)
+        values = _numbers(tensor)
         if values.is_floating_point() and not torch.isfinite(values).all():
             return name, "nan" if torch.isnan(values).any() else "inf"
     return None
@@ -326,7 +333,7 @@ class Guard:
         self.fatal = True  # a plain loop has no other way to end than an exception
         self._undo: list[Callable[[], None]] = []
         self._good: _Copy | None = None
-        self._open = self._unchecked = False
+        self._open = self._unchecked = self._in_closure = False
 
     # Before training
 
@@ -364,8 +371,13 @@ class Guard:
         self._watched = module
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
         self._bind(module.module if isinstance(module, wrappers) else module, optimizer, scaler)
-        hook = module.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True)
-        self._undo.append(hook.remove)
+        if self.check_state and not any(p in self._names for g in optimizer.param_groups for p in g["params"]):
+            raise InputError("watch: the optimizer holds no parameter of this model; give the one that trains it")
+        hooks = [module.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True)]
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        if hasattr(inner, "_optimizer_step_pre_hooks"):  # not every optimizer is PyTorch's
+            hooks.append(inner.register_step_pre_hook(self._on_optimizer_step))
+        self._undo += [hook.remove for hook in hooks]
 
     def remove(self) -> None:
         """Take out every hook: the trainer or model is as it was before `watch`. Events and summary stay."""
@@ -506,12 +518,17 @@ class Guard:
             self.scaler.update(self.scaler.get_scale())
 
     def _end(self, event: Event) -> None:
-        stop = GuardStop(event, _write_post_mortem(self, event))
+        try:
+            folder = _write_post_mortem(self, event)
+            stop = GuardStop(event, folder, f"post-mortem in {folder}")
+        except Exception as error:  # a full disk, no such folder: the run still ends as it was asked to
+            why = f"no post-mortem in {self.folder}: {type(error).__name__}: {error}"
+            stop = GuardStop(event, None, why)
         if self.fatal or self.policy == "raise":
             raise stop
         self.stopped = stop
         if _rank() == 0:
-            logger.warning("training stops; post-mortem in %s", stop.folder)
+            logger.warning("training stops; %s", stop.post_mortem)
 
     # For a plain loop
 
@@ -541,6 +558,10 @@ class Guard:
                 "watch the module that you call as model(...)"
             )
         losses = loss if isinstance(loss, list | tuple) else [loss]
+        if not losses or not all(x.numel() if torch.is_tensor(x) else isinstance(x, Real) for x in losses):
+            raise InputError(
+                f"allow_step: {' '.join(repr(loss).split()):.60} is no loss; give a scalar tensor or a list of them"
+            )
         self._losses = [x.detach() if torch.is_tensor(x) else torch.tensor(x, device=self.device) for x in losses]
         self._replay = replay
         return self._allow(self._findings(self._before_step()))
@@ -557,12 +578,24 @@ class Guard:
         return self._kept()
 
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not module.training or not torch.is_grad_enabled():
+        if not module.training or not torch.is_grad_enabled() or self._in_closure:
             return
         if not self._open:
             self._begin()
         self._record(args, kwargs)
         self._rows += _rows((args, kwargs))
+
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple:
+        """What a closure runs is part of the step that was allowed, not the beginning of the next one."""
+
+        def within(closure):
+            self._in_closure = True
+            try:
+                return closure()
+            finally:
+                self._in_closure = False
+
+        return _map((args, kwargs), lambda leaf: functools.partial(within, leaf) if callable(leaf) else leaf)
 
     def _call(self, *args, **kwargs) -> Tensor:
         """The loss of a recorded micro-batch, for `locate`."""
@@ -620,13 +653,11 @@ class Guard:
 def _call_again(call: Callable, batch: Mapping, device: torch.device) -> Callable[[], Tensor]:
     def run():
         set_rng_state(batch["rng"], device)
-        return call(*_map(batch["args"], lambda x: _to(x, device)), **_map(batch["kwargs"], lambda x: _to(x, device)))
+        inputs = batch["args"], batch["kwargs"]
+        args, kwargs = _map(inputs, lambda leaf: leaf.to(device) if torch.is_tensor(leaf) else leaf)
+        return call(*args, **kwargs)
 
     return run
-
-
-def _to(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if torch.is_tensor(leaf) else leaf
 
 
 def _forward_backward(calls: Iterable[Callable[[], Tensor]], device: torch.device) -> Tensor:
@@ -710,7 +741,8 @@ def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> 
     folder: what `GuardStop.folder` names. step: a Trainer, or a callable that gets one recorded batch as the forward
     got it (a Trainer's: the inputs dict and ``num_items_in_batch``) and returns the scalar loss. model: the module
     that `step` uses; with a Trainer its own. Weights in the folder are loaded into the model, and stay there.
-    Gradients are dropped and the random generators put back afterwards. Raises `InputError` if the folder is not one.
+    Gradients are dropped and the random generators put back afterwards. Raises `InputError` if the folder is not one,
+    is damaged, or holds the weights of another model.
     """
     folder = Path(folder)
     if not (folder / "batches.pt").is_file():
@@ -722,9 +754,9 @@ def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> 
     from nanlab.tracing import locate
 
     device = next(model.parameters()).device
+    batches = _load(folder / "batches.pt", device)
     if (folder / "weights.pt").is_file():
-        model.load_state_dict(torch.load(folder / "weights.pt", map_location=device, weights_only=True))
-    batches = _on_device(torch.load(folder / "batches.pt", weights_only=True), device)
+        _load_weights(model, folder / "weights.pt", device)
     calls = [_call_again(step, batch, device) for batch in batches]
     before, training = rng_state(device), model.training
     model.train()
@@ -736,8 +768,19 @@ def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> 
         set_rng_state(before, device)
 
 
-def _on_device(batches: list[dict], device: torch.device) -> list[dict]:
-    return [{**batch, **{k: _map(batch[k], lambda x: _to(x, device)) for k in ("args", "kwargs")}} for batch in batches]
+def _load(path: Path, device: torch.device) -> Any:
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # pickle, zip and PyTorch each have their own for a damaged file
+        raise InputError(f"replay: {path} is damaged ({type(error).__name__}); take another folder") from error
+
+
+def _load_weights(model: nn.Module, path: Path, device: torch.device) -> None:
+    try:
+        model.load_state_dict(_load(path, device))
+    except (RuntimeError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise InputError(f"replay: {path} does not fit this model; give the one that ran: {why:.200}") from error
 
 
 # -- In a Trainer ----------------------------------------------------------------------------------
@@ -764,7 +807,7 @@ class _TrainerLink:
     """Hooks into one transformers or TRL Trainer, without a subclass.
 
     Only what has kept its name from transformers 5.0 on is used: the methods `training_step` and `compute_loss`, the
-    objects `accelerator` (`clip_grad_norm_`) and `optimizer` (`step`), and callbacks.
+    objects `accelerator` (`clip_grad_norm_`) and `optimizer` (`step`), the flag `is_in_train`, and callbacks.
     """
 
     def __init__(self, guard: Guard, trainer: Any):
@@ -786,6 +829,8 @@ class _TrainerLink:
             _replace(trainer, "training_step", self.training_step),
             _replace(trainer, "compute_loss", self.compute_loss),
         ]
+        if trainer.is_in_train and trainer.optimizer is not None:  # called from a callback: `on_train_begin` is over
+            self.attach()
 
     def attach(self) -> None:
         """When training begins: the optimizer exists, and the accelerator is the one that will be used."""
@@ -860,6 +905,8 @@ class _TrainerLink:
 
     def optimizer_step(self, original, *args, **kwargs):
         """The branch. A refused step looks to the Trainer like one that GradScaler skipped: the schedule waits too."""
+        if not self.guard._open:  # this step began before watch()
+            return original(*args, **kwargs)
         findings, self.findings = self.look(), None
         kept = self.guard._allow(findings)
         if kept:
@@ -905,6 +952,19 @@ def _callback(link: _TrainerLink) -> Any:
 # -- The call --------------------------------------------------------------------------------------
 
 
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _can_hold(folder: Any) -> bool:
+    """True if `folder` is one that can be written to, or could be made: better asked now than when the run ends."""
+    if not isinstance(folder, str | os.PathLike):
+        return False
+    path = Path(folder).absolute()
+    nearest = next(p for p in (path, *path.parents) if os.path.exists(p))
+    return nearest.is_dir() and os.access(nearest, os.W_OK)
+
+
 def watch(
     trainer_or_model: Any,
     policy: str = "skip",
@@ -945,23 +1005,38 @@ def watch(
         With AdamW it is three times the size of the parameters; `Guard.summary` states the bytes.
     folder: where a run that ends leaves its post-mortem; by default ``guard`` in the Trainer's output_dir, else in the
         working directory.
-    optimizer, scaler: a plain loop's; the optimizer for "rollback" and `check_state`, the `GradScaler` if any.
+    optimizer, scaler: a plain loop's; the `GradScaler` if any, and the optimizer for "rollback" and `check_state`, and
+        where `step` takes a closure: what that runs is part of the step, and is not looked at. Without the optimizer
+        its batches would be counted into the next step, and what they change not be put back bit for bit.
 
     A Trainer's schedule does not advance on a refused step, as with a step that GradScaler skips; `global_step` does,
     for it counts the data. In a plain loop step the scheduler under the same ``if``.
     With a GradScaler, an inf in the scaled gradients with a finite loss is the scaler's own business; after 16 such
     steps in a row the guard ends the run and says that none has been taken.
-    Raises `InputError` for a policy or object that it does not know.
+    Raises `InputError` for a policy or object that it does not know, and for a folder that cannot be written to.
     """
-    if policy not in POLICIES:
-        raise InputError(f"watch: policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-    if keep_on not in ("cpu", "device"):
-        raise InputError(f"watch: keep_on {keep_on!r} is unknown; choose 'cpu' or 'device'")
-    if max_consecutive < 1:
-        raise InputError(f"watch: max_consecutive is {max_consecutive}; give 1 or more")
     a_trainer = all(hasattr(trainer_or_model, name) for name in ("training_step", "compute_loss", "add_callback"))
-    if not a_trainer and not isinstance(trainer_or_model, nn.Module):
-        raise InputError(f"watch: {type(trainer_or_model).__name__} is neither a Trainer nor a torch.nn.Module")
+    a_module = isinstance(trainer_or_model, nn.Module)
+    wrong = {
+        f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}": policy not in POLICIES,
+        f"keep_on {keep_on!r} is unknown; choose 'cpu' or 'device'": keep_on not in ("cpu", "device"),
+        f"max_consecutive is {max_consecutive!r}; give 1 or more": (
+            not isinstance(max_consecutive, Real) or not max_consecutive >= 1
+        ),
+        f"{_kind(trainer_or_model)} is neither a Trainer nor a torch.nn.Module": not a_trainer and not a_module,
+        "a Trainer brings its own optimizer and scaler; leave out optimizer= and scaler=": (
+            a_trainer and not (optimizer is None and scaler is None)
+        ),
+        f"optimizer is a {_kind(optimizer)}; give the optimizer of your loop": (
+            optimizer is not None and not hasattr(optimizer, "param_groups")
+        ),
+        f"scaler is a {_kind(scaler)}; give the GradScaler of your loop": (
+            scaler is not None and not hasattr(scaler, "is_enabled")
+        ),
+        f"the folder {folder} cannot be written to; name one that can": folder is not None and not _can_hold(folder),
+    }
+    if message := next((message for message, is_so in wrong.items() if is_so), None):
+        raise InputError(f"watch: {message}")
     if folder is None:
         folder = Path(trainer_or_model.args.output_dir) / "guard" if a_trainer else Path("guard")
     guard = Guard(policy, locate, max_consecutive, check_state, keep_on, folder)

@@ -8,11 +8,11 @@ transformers writes 0.0, or a running mean, in place of a NaN loss (`logging_nan
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
 import re
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 
 from nanlab.errors import InputError
 from nanlab.findings import Finding, Findings
+from nanlab.rows import csv_rows
 
 
 def autopsy(path_or_log_history: str | os.PathLike | Sequence[Mapping]) -> Autopsy:
@@ -29,7 +30,8 @@ def autopsy(path_or_log_history: str | os.PathLike | Sequence[Mapping]) -> Autop
 
     Args:
         path_or_log_history: a `trainer_state.json` (also cut off or damaged), the folder of a run or checkpoint that
-            holds one, a JSON, JSONL or CSV file of metrics, or `trainer.state.log_history`.
+            holds one (where the newest says nothing, the next), a JSON, JSONL or CSV file of metrics, or
+            `trainer.state.log_history`.
 
     Returns:
         `Autopsy`: findings whose `rows` are steps, with `plot()`.
@@ -87,6 +89,11 @@ class Log:
         return any("reward" in entry or "reward_std" in entry for entry in self.train)
 
     @cached_property
+    def divergence(self) -> tuple[str, Seen] | None:
+        """ "gradual" or "sudden", and the steps from the onset on."""
+        return _divergence(self) if self.train else None
+
+    @cached_property
     def dead_from(self) -> int | None:
         """Index in `train` from which on no gradient norm (without one, no loss) is finite until the end.
 
@@ -115,6 +122,8 @@ def _numbers(entry: Mapping, number: int) -> dict[str, float]:
         name = re.sub("^eval/", "eval_", str(key).removeprefix("train/"))
         try:
             clean[_NAMES.get(name, name)] = float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            clean[_NAMES.get(name, name)] = math.copysign(math.inf, value > 0 or -1)
         except (TypeError, ValueError):
             continue  # a name, a list, an empty cell
     if not math.isfinite(clean.get("step", math.nan)):
@@ -130,8 +139,7 @@ def _eval_metrics(entry: Mapping[str, float]) -> dict[str, float]:
 def read_log(source: str | os.PathLike | Sequence[Mapping]) -> Log:
     """What `autopsy` accepts, as a `Log`. Raises InputError, see there."""
     if isinstance(source, str | os.PathLike):
-        path = _log_file(Path(source))
-        return Log(*_parse(path))
+        return _first_readable(_log_files(Path(source)))
     if isinstance(source, Mapping):  # the content of a trainer_state.json
         source = source.get("log_history")
     if not isinstance(source, Sequence) or not all(isinstance(entry, Mapping) for entry in source):
@@ -139,18 +147,32 @@ def read_log(source: str | os.PathLike | Sequence[Mapping]) -> Log:
     return Log(source, "the log history")
 
 
-def _log_file(path: Path) -> Path:
-    """The file itself, or the newest trainer_state.json in the folder of a run."""
-    if not path.exists():
+def _log_files(path: Path) -> list[Path]:
+    """The file itself (also a pipe), or every trainer_state.json in the folder of a run, newest first."""
+    if not os.path.exists(path):  # unlike path.exists(), False also for a name that no system takes
         raise InputError(f"{path}: no such file or folder")
-    if path.is_file():
-        return path
+    if not path.is_dir():
+        return [path]
     age = lambda file: int(re.sub(r"\D", "", file.parent.name) or 0)
     states = [path / "trainer_state.json", *sorted(path.glob("checkpoint-*/trainer_state.json"), key=age, reverse=True)]
-    found = next((file for file in states if file.is_file()), None)
-    if found is None:
+    found = [file for file in states if file.is_file()]
+    if not found:
         raise InputError(f"{path}: no trainer_state.json here or in a checkpoint-* folder; name the log file itself")
     return found
+
+
+def _first_readable(files: list[Path]) -> Log:
+    """A run that was killed while it saved leaves an empty newest log beside whole older ones."""
+    wrong = []
+    for path in files:
+        try:
+            log = Log(*_parse(path))
+        except InputError as error:
+            wrong.append(error)
+            continue
+        log.damage = "; ".join([*(f"{error}, so {path} was read" for error in wrong[:1]), *filter(None, [log.damage])])
+        return log
+    raise wrong[0]
 
 
 def _parse(path: Path) -> tuple[list[Mapping], str, str]:
@@ -162,30 +184,35 @@ def _parse(path: Path) -> tuple[list[Mapping], str, str]:
     if not text.strip("\0 \r\n\t"):
         raise InputError(f"{path}: the file is empty")
     if path.suffix.lower() == ".csv":
-        return list(csv.DictReader(text.replace("\0", "").splitlines())), str(path), ""
+        return csv_rows(text), str(path), ""
     for whole in (_one_document, _one_a_line):
         try:
-            entries = whole(text)
+            values = whole(text)
         except (ValueError, RecursionError):
             continue
-        if entries is not None:
-            return entries, str(path), ""
+        entries = [value for value in values if isinstance(value, Mapping)]
+        if entries or not values:
+            return entries, str(path), _left_out(len(values) - len(entries), len(values))
     entries = list(_salvage(text))
     if not entries:
         raise InputError(f"{path}: no complete log entry can be read from it; is it a trainer_state.json?")
     return entries, str(path), f"{len(entries)} complete entries were recovered, the last of step {_last_step(entries)}"
 
 
-def _one_document(text: str) -> list[Mapping] | None:
+def _left_out(odd: int, count: int) -> str:
+    return f"{odd} of {count} entries hold no named numbers" if odd else ""
+
+
+def _one_document(text: str) -> list:
     value = json.loads(text)
     if isinstance(value, Mapping):
-        value = value.get("log_history", [value])
-    return value if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value) else None
+        history = value.get("log_history")
+        value = history if isinstance(history, list) else [value]
+    return value if isinstance(value, list) else [value]
 
 
-def _one_a_line(text: str) -> list[Mapping] | None:
-    values = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return values if all(isinstance(entry, Mapping) for entry in values) else None
+def _one_a_line(text: str) -> list:
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def _salvage(text: str) -> Iterator[Mapping]:
@@ -197,7 +224,7 @@ def _salvage(text: str) -> Iterator[Mapping]:
         except (ValueError, RecursionError):
             end = at + 1  # cut off, or damaged inside: look into it
         else:
-            if "log_history" in value:
+            if isinstance(value.get("log_history"), list):
                 yield from (entry for entry in value["log_history"] if isinstance(entry, Mapping))
             elif "step" in value or "loss" in value:
                 yield value
@@ -382,16 +409,32 @@ def _onset(heights: np.ndarray) -> Onset | None:
     width = max(1, len(heights) // 4)
     if len(heights) <= width:
         return None
-    windows = np.lib.stride_tricks.sliding_window_view(heights, width)
-    medians = np.median(windows, axis=1)
-    calm = int(medians.argmin())
-    normal = float(medians[calm])
-    scatter = max(1.4826 * float(np.median(np.abs(windows[calm] - normal))), _CALM)
+    medians = _running_medians(heights, width)
+    calm = int(np.argmin(medians))
+    normal = medians[calm]
+    scatter = max(1.4826 * float(np.median(np.abs(heights[calm : calm + width] - normal))), _CALM)
     if heights[-1] <= normal + 5 * scatter:
         return None
     start = _last(heights <= normal + 2 * scatter) + 1
     tenfold = np.flatnonzero(heights[start:] >= normal + 1)
     return Onset(start, normal, bool(len(tenfold) and tenfold[0] <= 1))
+
+
+def _running_medians(values: np.ndarray, width: int) -> list[float]:
+    """The median of every window, from one sorted window that moves along: memory grows with the run, not faster."""
+    values = values.tolist()
+    window = sorted(values[:width])
+    medians = [_middle(window)]
+    for old, new in zip(values, values[width:], strict=False):
+        del window[bisect_left(window, old)]
+        insort(window, new)
+        medians.append(_middle(window))
+    return medians
+
+
+def _middle(ordered: list[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _last(mask: np.ndarray) -> int:
@@ -400,7 +443,6 @@ def _last(mask: np.ndarray) -> int:
 
 
 def _divergence(log: Log) -> tuple[str, Seen] | None:
-    """ "gradual" or "sudden", and the steps from the onset on."""
     name = "grad_norm" if log.train_array("grad_norm").shape[1] * 2 >= len(log.train) else "loss"
     steps, values = log.train_array(name)
     dead = len(steps) if log.dead_from is None else int(np.searchsorted(steps, log.train[log.dead_from]["step"]))
@@ -448,7 +490,7 @@ def _rate_at(log: Log, step: float) -> str:
 
 def _diverges(kind: str) -> Callable[[Log], Seen | None]:
     def see(log: Log) -> Seen | None:
-        found = _divergence(log) if log.train else None
+        found = log.divergence
         return found[1] if found and found[0] == kind else None
 
     return see
@@ -481,7 +523,7 @@ CHECKS = (
         "damaged_file",
         _damage,
         "The file is cut off or damaged: {detail}.",
-        "Look for an older checkpoint-*/trainer_state.json if the missing end matters.",
+        "Look for another copy of the log (checkpoint-*/trainer_state.json) if what is missing matters.",
         GUARD,
     ),
     Check(

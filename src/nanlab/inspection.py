@@ -24,9 +24,9 @@ def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, 
 
     Args:
         dataset: a `datasets.Dataset`, or a list of rows (dicts). Columns: `prompt` `chosen` `rejected` (`reference`),
-            or `prompt` `completion` (`reward` `group` `label`), or `text`, or `messages`, or `input_ids` (`labels`).
-            Text may be strings or chat messages.
-        tokenizer: the tokenizer that the run uses; a fast one, for speed.
+            or `prompt` `completion` (`reward` `group` `label`), or `text`, or `messages`, or `prompt` alone (for
+            answers that are written during training), or `input_ids` (`labels`). Text may be strings or chat messages.
+        tokenizer: the tokenizer that the run uses, loaded; a fast one, for speed.
         max_length: tokens kept of prompt and answer together; by default `args.max_length`.
         model: optional; its weights and buffers are read, never changed.
         args: optional; the `TrainingArguments`, or a TRL configuration.
@@ -35,8 +35,12 @@ def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, 
         `Preflight`: a sequence of findings whose `clean(dataset)` drops the rows that cannot be trained on.
 
     Raises:
-        InputError: no rows, no known column, chat rows without a chat template, or a `max_length` below 1.
+        InputError: no rows, no known column, chat rows without a chat template, a `max_length` below 1, or the name
+            of a tokenizer or model in place of the thing itself.
     """
+    _check_loaded("tokenizer", tokenizer, "pad_token_id")
+    if model is not None:
+        _check_loaded("model", model, "named_parameters")
     rows = Rows(dataset)
     setup = Setup(tokenizer, args, model, length_limit(max_length, args), rows.names)
     seen, gathered = _look_at_rows(rows, setup)
@@ -53,6 +57,12 @@ def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, 
         note(check, array("q", check.see(Whole(gathered, dead))))
     findings += [check.finding(things) for check in SETUP_CHECKS if (things := check.see(setup))]
     return Preflight(findings, dead)
+
+
+def _check_loaded(what: str, given, attribute: str) -> None:
+    if isinstance(given, type) or not hasattr(given, attribute):
+        kind = given.__name__ + " class" if isinstance(given, type) else type(given).__name__
+        raise InputError(f"{what}: got a {kind}; give a loaded {what}, as from_pretrained(…) returns it")
 
 
 class Preflight(Findings):
@@ -98,7 +108,7 @@ def _any_column(batch: Batch, see: Callable[[Tokens], np.ndarray]) -> np.ndarray
 
 
 def _no_label(batch: Batch) -> np.ndarray:
-    return _any_column(batch, lambda tokens: tokens.total - tokens.start <= 0)
+    return _any_column(batch, lambda tokens: tokens.counted <= 0)
 
 
 def _truncated_away(batch: Batch) -> np.ndarray:
@@ -108,7 +118,7 @@ def _truncated_away(batch: Batch) -> np.ndarray:
 def _truncated_partly(batch: Batch) -> np.ndarray:
     def cut(tokens: Tokens) -> np.ndarray:
         kept = batch.kept(tokens)
-        return (kept > 0) & (kept < tokens.total - tokens.start)
+        return (kept > 0) & (kept < tokens.counted)
 
     # A tokenised or plain row is expected to be cut to length; an answer that loses its end is not.
     return _any_column(batch, cut) if batch.setup.answers else batch.none()
@@ -151,10 +161,18 @@ def _outside_vocabulary(batch: Batch) -> np.ndarray:
         return batch.none()
     known = range(batch.setup.embedding_rows)
 
-    def outside(tokens: Tokens) -> np.ndarray:
-        return np.array([bool(ids) and (max(ids) not in known or min(ids) not in known) for ids in tokens.ids])
+    def outside(rows: list[list[int]]) -> np.ndarray:
+        return np.array([bool(ids) and (max(ids) not in known or min(ids) not in known) for ids in rows], bool)
 
-    return _any_column(batch, outside)
+    labels = [[label for label in one if label != IGNORED] for one in batch.labels or []]
+    return _any_column(batch, lambda tokens: outside(tokens.ids) | (outside(labels) if labels else False))
+
+
+def _label_count(batch: Batch) -> np.ndarray:
+    if batch.labels is None or batch.setup.encoder_decoder:
+        return batch.none()
+    counts = np.fromiter(map(len, batch.labels), int)
+    return _any_column(batch, lambda tokens: (counts > 0) & (counts != [len(ids) for ids in tokens.ids]))
 
 
 def _eos_label_lost(batch: Batch) -> np.ndarray:
@@ -178,7 +196,11 @@ def _number(value) -> float:
     value = value.tolist() if hasattr(value, "tolist") else value  # a tensor, an array or a number of numpy
     if isinstance(value, list | tuple):
         return sum(map(_number, value)) if value else math.nan
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer of more than 308 digits
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _bad_reward(batch: Batch) -> np.ndarray:
@@ -219,16 +241,42 @@ ROW_CHECKS = (
     RowCheck(
         "not_text",
         partial(_has, "not text"),
-        "{rows}: a prompt or an answer is neither text nor chat messages.",
+        "{rows}: a prompt or an answer is neither text nor chat messages, or holds half a surrogate pair, which no "
+        "tokenizer takes.",
         _DROP,
         DIRTY,
     ),
     RowCheck(
         "empty_text",
         partial(_has, "empty"),
-        "{rows}: a prompt or an answer is empty.",
+        "{rows}: an answer (or the whole text) is empty.",
         _DROP,
         EMPTY,
+    ),
+    RowCheck(
+        "empty_prompt",
+        partial(_has, "empty prompt"),
+        "{rows}: the prompt, or a message in it, is empty. The trainers keep such rows: an answer to nothing.",
+        "Look at where the prompt was lost; the rows can be trained on.",
+        EMPTY,
+        drop=False,
+        confidence="likely",
+    ),
+    RowCheck(
+        "not_ids",
+        partial(_has, "not ids"),
+        "{rows}: input_ids are no list of whole numbers, or labels no list of numbers.",
+        _DROP,
+        DIRTY,
+    ),
+    RowCheck(
+        "label_count",
+        _label_count,
+        "{rows}: more or fewer labels than input_ids. Only an encoder-decoder takes such a row, any other model stops.",
+        "Make labels of the same length as input_ids, −100 where a token carries no loss.",
+        DIRTY,
+        drop=False,
+        confidence="likely",
     ),
     RowCheck(
         "truncated_away",
@@ -277,7 +325,8 @@ ROW_CHECKS = (
     RowCheck(
         "id_outside_vocabulary",
         _outside_vocabulary,
-        "{rows}: token ids without an embedding row. An index error on CPU, a device assert or garbage on a GPU.",
+        "{rows}: token ids or labels without an embedding row. An index error on CPU, a device assert or garbage on a "
+        "GPU.",
         "Call model.resize_token_embeddings(len(tokenizer)), or use the model's own tokenizer.",
         UNK,
     ),
@@ -395,7 +444,8 @@ def _eos_lost(setup: Setup) -> list[str]:
     """pad = eos harms only where labels are masked by id: DataCollatorForLanguageModeling, not TRL's collators."""
     tokenizer = setup.tokenizer
     same = tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id
-    by_id = not setup.trl and not setup.answers and not {"labels", "completion_mask"} & set(setup.columns)
+    labelled = setup.answers or setup.prompts_only or {"labels", "completion_mask"} & set(setup.columns)
+    by_id = not setup.trl and not labelled
     return [str(tokenizer.eos_token)] if same and by_id else []
 
 

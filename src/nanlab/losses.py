@@ -35,7 +35,13 @@ def dpo_loss(
             the sum over its tokens. No gradient is stopped here; compute the reference under `torch.no_grad()`.
         beta: strength of the pull towards the reference model.
         label_smoothing: assumed share of pairs whose order is wrong (conservative DPO); 0 up to, not with, 0.5.
+
+    Raises:
+        InputError: shapes do not fit (broadcasting would pair each row with every other), or `label_smoothing`.
     """
+    _check_rows(
+        policy_chosen=policy_chosen, policy_rejected=policy_rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
+    )
     margin = (at_least_fp32(policy_chosen) - at_least_fp32(policy_rejected)) - (
         at_least_fp32(ref_chosen) - at_least_fp32(ref_rejected)
     )
@@ -65,10 +71,25 @@ def triple_preference_loss(
 
     To evaluate, average the two terms on their own (`alpha=0` gives the first): rows weigh one, gold answers their
     number of tokens.
+
+    Raises:
+        InputError: shapes do not fit, or `label_smoothing`.
     """
+    gold = {}
+    if isinstance(reference_nll, Tensor):  # a plain float has the precision of the rows
+        reference_nll = at_least_fp32(reference_nll)
+        gold = {"reference_nll": reference_nll} if reference_nll.ndim else {}
+    _check_rows(chosen_logps=chosen_logps, rejected_logps=rejected_logps, **gold)
     margin = at_least_fp32(chosen_logps) - at_least_fp32(rejected_logps)
     preference = _preference_loss(beta * margin - gamma, label_smoothing)
     return preference + alpha * reference_nll if alpha else preference  # 0 · NaN is NaN: without weight, not read
+
+
+def _check_rows(**columns: Tensor) -> None:
+    shapes = [column.shape for column in columns.values()]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+        found = ", ".join(f"{name} {list(shape)}" for name, shape in zip(columns, shapes, strict=True))
+        raise InputError(f"shapes are {found}: expected [B] for each, one number a row")
 
 
 def _preference_loss(logits: Tensor, label_smoothing: float) -> Tensor:
@@ -106,7 +127,8 @@ def token_policy_loss(log_probs: Tensor, advantages: Tensor, completion_mask: Te
     Raises:
         InputError: shapes do not fit.
     """
-    if completion_mask.shape != log_probs.shape or advantages.shape not in (log_probs.shape[:1], log_probs.shape):
+    fits = log_probs.ndim == 2 and completion_mask.shape == log_probs.shape
+    if not fits or advantages.shape not in (log_probs.shape[:1], log_probs.shape):
         raise InputError(
             f"log_probs have shape {list(log_probs.shape)}, advantages {list(advantages.shape)}, completion_mask "
             f"{list(completion_mask.shape)}: expected [B, T], [B] or [B, T], and [B, T]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from nanlab.errors import InputError
 
 Numbers = float | Sequence[float] | Tensor
 _PARTS = 3
+_STATE = 2 * _PARTS + 1  # two sums and a count
 
 
 def _exact_sum(numbers: Iterable[float]) -> tuple[float, ...]:
@@ -22,8 +24,18 @@ def _exact_sum(numbers: Iterable[float]) -> tuple[float, ...]:
     """
     numbers = list(numbers)
     for _ in range(_PARTS):
-        numbers.append(-math.fsum(numbers))
+        numbers.append(-_finite_sum(numbers))
     return tuple(-part for part in numbers[-_PARTS:])
+
+
+def _finite_sum(numbers: list[float]) -> float:
+    try:
+        total = math.fsum(numbers)
+    except (OverflowError, ValueError):  # a partial sum beyond the largest float; inf − inf
+        total = math.inf
+    if not math.isfinite(total):
+        raise InputError("WeightedMean: a sum of value · weight, or of weights, is beyond 1.8e308; scale them down")
+    return total
 
 
 @dataclass
@@ -43,14 +55,18 @@ class WeightedMean:
     def update(self, value: Numbers, weight: Numbers = 1.0) -> None:
         """Take in one value or a vector of them, with a weight each or one for all.
 
+        Shapes are flattened; weights have the shape of the values, up to dimensions of size 1.
+
         Raises:
-            InputError: a weight is negative, NaN or inf, or there are not as many weights as values. Nothing is
-                taken in then.
+            InputError: what is given are not numbers, a weight is negative, NaN or inf, the shapes do not fit, or a
+                sum is too large for a float. Nothing is taken in then.
         """
-        values, weights = _numbers(value), _numbers(weight)
-        if len(weights) == 1:
-            weights *= len(values)
-        _check(values, weights)
+        values, weights = _numbers("value", value), _numbers("weight", weight)
+        if weights.numel() == 1:
+            weights = weights.reshape(()).expand(values.shape)
+        _check_shapes(values, weights)
+        values, weights = values.flatten().tolist(), weights.flatten().tolist()
+        _check_weights(weights)
         kept = [(v * w, w) for v, w in zip(values, weights, strict=True) if w > 0 and math.isfinite(v)]
         self._add((p for p, _ in kept), (w for _, w in kept), len(values) - len(kept))
 
@@ -75,8 +91,13 @@ class WeightedMean:
 
     @classmethod
     def from_state(cls, state: Sequence[float] | Tensor) -> WeightedMean:
-        """The inverse of `state`; merge the results of all ranks."""
-        numbers = _numbers(state)
+        """The inverse of `state`; merge the results of all ranks.
+
+        Raises:
+            InputError: these are not the seven numbers of one `state`, such as the flat result of an all-gather.
+        """
+        numbers = _numbers("state", state).flatten().tolist()
+        _check_state(numbers)
         return cls(tuple(numbers[:_PARTS]), tuple(numbers[_PARTS:-1]), int(numbers[-1]))
 
     def _add(self, total: Iterable[float], weights: Iterable[float], excluded: int) -> None:
@@ -84,16 +105,38 @@ class WeightedMean:
         self.excluded += excluded
 
 
-def _numbers(numbers: Numbers) -> list[float]:
-    """Any number, sequence or tensor as a flat list of Python floats."""
-    if isinstance(numbers, Tensor):  # to the CPU first: not every device knows float64
-        return numbers.detach().cpu().double().flatten().tolist()
-    return torch.as_tensor(numbers, dtype=torch.float64).flatten().tolist()
+def _numbers(name: str, numbers: Numbers) -> Tensor:
+    """Any number, sequence or tensor as a float64 tensor on the CPU."""
+    try:
+        if isinstance(numbers, Tensor):  # to the CPU first: not every device knows float64
+            return numbers.detach().cpu().double()
+        return torch.as_tensor(numbers, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        what = " ".join(reprlib.repr(numbers).split())  # a table's text has several lines
+        raise InputError(f"WeightedMean: {name} is {what}; give a number, a list of numbers or a tensor") from None
 
 
-def _check(values: list[float], weights: list[float]) -> None:
-    if len(values) != len(weights):
-        raise InputError(f"{len(values)} values but {len(weights)} weights: give one weight, or one for each value")
+def _check_shapes(values: Tensor, weights: Tensor) -> None:
+    """[2, 3] and [3, 2] hold as many numbers, and yet the pairs would be wrong. [2] and [2, 1] are no riddle."""
+    if values.squeeze().shape != weights.squeeze().shape:
+        raise InputError(
+            f"{values.numel()} values but {weights.numel()} weights, in shapes {list(values.shape)} and "
+            f"{list(weights.shape)}: give one weight, or one for each value in the same shape"
+        )
+
+
+def _check_state(numbers: list[float]) -> None:
+    if len(numbers) != _STATE:
+        raise InputError(
+            f"from_state: got {len(numbers)} numbers, a state has {_STATE}; give what state() returned on one rank, "
+            f"for a flat all-gather each row of gathered.view(-1, {_STATE})"
+        )
+    weight, excluded = numbers[_PARTS], numbers[-1]  # the first part of a sum has its sign
+    if not all(map(math.isfinite, numbers)) or weight < 0 or excluded < 0 or excluded % 1:
+        raise InputError(f"from_state: {numbers} is no state; give what state() returned, unchanged and in its order")
+
+
+def _check_weights(weights: list[float]) -> None:
     for i, weight in enumerate(weights):
         if not 0 <= weight < math.inf:
             raise InputError(f"weight {i} is {weight}: weights must be finite and not negative")

@@ -143,13 +143,15 @@ def token_logps(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     the logits and their gradient (in the logits' type) only a chunk is alive. Not twice differentiable.
 
     Raises:
-        InputError: shapes do not fit, or a label that is used lies outside the vocabulary.
+        InputError: shapes do not fit, labels are not integers, or a label that is used lies outside the vocabulary.
     """
     if logits.ndim != 3 or labels.shape != logits.shape[:2] or mask.shape != labels.shape:
         raise InputError(
             f"logits {list(logits.shape)}, labels {list(labels.shape)}, mask {list(mask.shape)}: "
             "expected [B, T, V], [B, T] and [B, T]"
         )
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"labels are {labels.dtype}: convert them to int64")
     mask = mask.bool()
     outside = mask & ((labels < 0) | (labels >= logits.shape[-1]))
     if outside.any():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,21 +29,23 @@ def length_limit(max_length: int | None, args) -> int | None:
     limit = max_length if max_length is not None else getattr(args, "max_length", None)
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise InputError(f"max_length is {limit!r}: give a whole number of tokens, at least 1")
-    return limit
+    return None if limit is None else min(limit, sys.maxsize)  # numpy knows no larger number, and no row is longer
+
+
+def csv_rows(text: str) -> list[dict[str, str]]:
+    """Rows of a CSV file as text, with cells of any length: the module's own limit is 131,072 characters."""
+    limit = csv.field_size_limit(max(1, len(text)))
+    try:
+        return list(csv.DictReader(io.StringIO(text.replace("\0", ""), newline="")))
+    finally:
+        csv.field_size_limit(limit)
 
 
 class Rows:
     """Columns of a data set, a batch at a time; the same for a `datasets.Dataset` and for a list of dicts."""
 
     def __init__(self, dataset) -> None:
-        if isinstance(dataset, Mapping):
-            raise InputError(f"this data set has several splits ({', '.join(map(str, dataset))}): give one of them")
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise InputError(
-                f"a {type(dataset).__name__} cannot be read by row: give a datasets.Dataset or a list of dicts"
-            )
-        if len(dataset) == 0:
-            raise InputError("the data set has no rows")
+        _check_kind(dataset)
         self._table = hasattr(dataset, "select_columns")
         names = dataset.column_names if self._table else _keys(dataset)
         self.names = [name for name in _USED if name in names]
@@ -61,6 +66,28 @@ class Rows:
             else:
                 rows = [self._dataset[row] for row in range(start, stop)]
                 yield start, {name: [row.get(name) for row in rows] for name in self.names}
+
+
+def _check_kind(dataset) -> None:
+    if isinstance(dataset, Mapping) and {*_USED} & {*dataset}:
+        raise InputError("this is a dict of columns: give datasets.Dataset.from_dict(…) of it, or a list of dicts")
+    if isinstance(dataset, Mapping):
+        raise InputError(f"this data set has several splits ({', '.join(map(str, dataset))}): give one of them")
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise InputError("the data set has no rows")
+    if not hasattr(dataset, "__len__") or not _has_first_row(dataset):
+        raise InputError(
+            f"a {type(dataset).__name__} cannot be read by row: give a datasets.Dataset "
+            "(from_pandas makes one of a DataFrame) or a list of dicts"
+        )
+
+
+def _has_first_row(dataset) -> bool:
+    try:
+        dataset[0]
+    except (TypeError, LookupError):  # a set; a DataFrame, which looks for a column 0
+        return False
+    return True
 
 
 def _keys(rows) -> list[str]:
@@ -96,11 +123,21 @@ class Setup:
         """The columns that must hold text."""
         if self.tokenised:
             return []
-        return [name for name in ("prompt", *self.answers) if name in self.columns] or [self.plain]
+        return [name for name in ("prompt", *self.answers) if name in self.columns] if self.answers else [self.plain]
 
     @cached_property
     def plain(self) -> str:
-        return "text" if "text" in self.columns else "messages"
+        """The one column that is read where there are no answers."""
+        return next(name for name in ("text", "messages", "prompt") if name in self.columns)
+
+    @cached_property
+    def prompts_only(self) -> bool:
+        """As for GRPO and its like, which have the answers written during training."""
+        return not self.tokenised and not self.answers and self.plain == "prompt"
+
+    @cached_property
+    def encoder_decoder(self) -> bool:
+        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
     @cached_property
     def trl(self) -> bool:
@@ -131,8 +168,18 @@ class Tokens(NamedTuple):
     """One column of a batch in tokens: `ids` of prompt and answer together, and where the answer starts."""
 
     ids: list[list[int]]
-    start: np.ndarray  # (rows,) int64: tokens before the first that carries loss
+    start: np.ndarray  # (rows,) int64: tokens before the answer
     total: np.ndarray  # (rows,) int64: tokens before truncation
+
+    @property
+    def first(self) -> np.ndarray:
+        """Tokens before the first that carries loss, (rows,) int64: nothing predicts the first token of all."""
+        return np.maximum(self.start, 1)
+
+    @property
+    def counted(self) -> np.ndarray:
+        """Tokens that carry loss before truncation, (rows,) int64."""
+        return self.total - self.first
 
 
 @dataclass
@@ -145,34 +192,43 @@ class Batch:
     faults: dict[str, np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
-        kinds = [[_fault(value) for value in self.columns[name]] for name in self.setup.texts]
+        names = [name for name in _TOKENISED if name in self.columns] if self.setup.tokenised else self.setup.texts
+        kinds = [[*map(_JUDGES.get(name, _fault), self.columns[name])] for name in names]
         size = len(next(iter(self.columns.values())))
         table = np.array(kinds, dtype=object).reshape(len(kinds), size)
-        self.faults = {kind: (table == kind).any(axis=0) for kind in ("missing", "empty", "not text")}
+        self.faults = {kind: (table == kind).any(axis=0) for kind in _FAULTS}
 
     @cached_property
     def ok(self) -> np.ndarray:
-        return ~np.logical_or.reduce(list(self.faults.values()))
+        return ~np.logical_or.reduce([rows for kind, rows in self.faults.items() if kind != "empty prompt"])
+
+    @cached_property
+    def labels(self) -> list[list[int]] | None:
+        """Of the rows that are ok, where there is one a token; None where there is none, or a class for the row."""
+        column = self.columns.get("labels")
+        if column is None or isinstance(column[0], Number) or isinstance(next(iter(as_list(column[0])), 0), float):
+            return None
+        return [as_list(column[row]) for row in np.flatnonzero(self.ok)]
 
     @cached_property
     def tokens(self) -> dict[str, Tokens]:
-        if self.setup.tokenised:
-            return {"labels": _from_labels(self.columns)}
         rows = np.flatnonzero(self.ok).tolist()
         if not rows:
             return {}
+        if self.setup.tokenised:
+            return {"labels": _from_labels(self, rows)}
         if self.setup.answers:
             return _tokenise_answers(self, rows)
-        return {self.setup.plain: _tokenise_plain(self, rows)}
+        return {self.setup.plain: (_tokenise_prompts if self.setup.prompts_only else _tokenise_plain)(self, rows)}
 
     def kept(self, tokens: Tokens) -> np.ndarray:
         """Tokens of the answer that carry loss after truncation, (rows,) int64."""
         limit = self.setup.max_length
         if limit is None:
-            return tokens.total - tokens.start
+            return tokens.counted
         if self.setup.keep_end:
-            return np.minimum(tokens.total - tokens.start, limit)
-        return np.maximum(np.minimum(tokens.total, limit) - tokens.start, 0)
+            return np.minimum(tokens.counted, limit)
+        return np.maximum(np.minimum(tokens.total, limit) - tokens.first, 0)
 
     def none(self) -> np.ndarray:
         return np.zeros(len(self.ok), dtype=bool)
@@ -184,16 +240,55 @@ class Batch:
         return every
 
 
+_FAULTS = ("missing", "empty", "not text", "empty prompt", "not ids")
+
+
 def _fault(value) -> str:
     """Why a value is no text: "missing", "empty", "not text"; "" where it is text or chat messages."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "missing"
     if isinstance(value, str):
-        return "" if value.strip() else "empty"
+        return "not text" if _is_torn(value) else "" if value.strip() else "empty"
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) and "role" in turn for turn in value):
         return "not text"
-    said = [turn.get("content") or turn.get("tool_calls") for turn in value]
+    said = [turn.get("tool_calls") or turn.get("content") for turn in value]
+    if None in said or any(isinstance(one, str) and _is_torn(one) for one in said):
+        return "missing" if None in said else "not text"
     return "" if said and all(said) else "empty"
+
+
+def _prompt_fault(value) -> str:
+    """The trainers keep a row without a prompt: there is an answer to learn."""
+    fault = _fault(value)
+    return "empty prompt" if fault == "empty" else fault
+
+
+def _is_torn(text: str) -> bool:
+    """It holds half a surrogate pair, which no tokenizer takes and no file in UTF-8 holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _ids_fault(value, kind: type = Integral) -> str:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    right = isinstance(value, list | tuple) and all(issubclass(one, kind) for one in {*map(type, value)})
+    return "" if right else "not ids"
+
+
+def _labels_fault(value) -> str:
+    """A class, or one number for each token; a row without any is a row without a label."""
+    return "" if value is None or isinstance(value, Number) else _ids_fault(value, Number)
+
+
+_JUDGES = {
+    "prompt": _prompt_fault,
+    "input_ids": _ids_fault,
+    "labels": _labels_fault,
+    "completion_mask": _labels_fault,
+}  # anything else is text
 
 
 def _encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
@@ -208,13 +303,11 @@ def _encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
 
 
 def _render(setup: Setup, row: int, messages: list, **options) -> str:
-    from jinja2 import TemplateError
-
     if not getattr(setup.tokenizer, "chat_template", None):
         raise InputError(f"row {row} holds chat messages but the tokenizer has no chat_template: set one, or give text")
     try:
         return setup.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program: it may fail in every way
         raise InputError(f"row {row}: the chat template refuses these messages: {error}") from error
 
 
@@ -250,7 +343,11 @@ def _tokenise_answers(batch: Batch, rows: list[int]) -> dict[str, Tokens]:
     # Tokens may merge across the boundary, so the answer starts where the two tokenisations part.
     start = np.array([min(_shared(prompt, ids) for ids in row) for prompt, *row in zip(prompts, *wholes, strict=True)])
     named = zip(batch.setup.answers, wholes, strict=True)
-    return {name: Tokens(ids, start, np.fromiter(map(len, ids), int, len(ids))) for name, ids in named}
+    return {name: Tokens(ids, start, _lengths(ids)) for name, ids in named}
+
+
+def _lengths(ids: list[list[int]]) -> np.ndarray:
+    return np.fromiter(map(len, ids), int, len(ids))
 
 
 def _shared(prompt: list[int], whole: list[int]) -> int:
@@ -272,19 +369,32 @@ def _tokenise_plain(batch: Batch, rows: list[int]) -> Tokens:
         texts = [text if text.endswith(eos) else text + eos for text in texts]
     ids = _encode(setup.tokenizer, texts, chat)
     # Nothing predicts the first token.
-    return Tokens(ids, np.ones(len(ids), dtype=int), np.fromiter(map(len, ids), int, len(ids)))
+    return Tokens(ids, np.ones(len(ids), dtype=int), _lengths(ids))
 
 
-def _from_labels(columns: dict[str, list]) -> Tokens:
+def _tokenise_prompts(batch: Batch, rows: list[int]) -> Tokens:
+    """Prompts whose answers are still to be written, by one token at least."""
+    setup = batch.setup
+    texts = [batch.columns["prompt"][row] for row in rows]
+    chat = _is_chat(batch, rows[0], texts)
+    if chat:
+        opened = zip(rows, texts, strict=True)
+        texts = [_render(setup, batch.start + row, t, add_generation_prompt=True) if t else "" for row, t in opened]
+    ids = _encode(setup.tokenizer, texts, chat)
+    start = np.maximum(_lengths(ids), 1)  # where there is nothing, writing starts from one special token
+    return Tokens(ids, start, start + 1)
+
+
+def _from_labels(batch: Batch, rows: list[int]) -> Tokens:
     """A tokenised row carries loss from its first counted label on; labels lie one ahead of what predicts them."""
-    ids = [as_list(one) for one in columns["input_ids"]]
-    masks = columns.get("completion_mask")
-    if "labels" in columns and not isinstance(columns["labels"][0], Number):  # one number a row is a class, no token
-        counted = [[label != IGNORED for label in as_list(one)] for one in columns["labels"]]
+    ids = [as_list(batch.columns["input_ids"][row]) for row in rows]
+    masks = batch.columns.get("completion_mask")
+    if batch.labels is not None:
+        counted = [[label != IGNORED for label in one] for one in batch.labels]
     else:
-        counted = [as_list(one) for one in masks] if masks else [[True] * len(one) for one in ids]
+        counted = [as_list(masks[row]) for row in rows] if masks else [[True] * len(one) for one in ids]
     start = [next((at for at, flag in enumerate(one) if flag and at), len(one)) for one in counted]
-    return Tokens(ids, np.array(start), np.array([len(one) for one in counted]))
+    return Tokens(ids, np.array(start), _lengths(counted))
 
 
 def as_list(value) -> list:

@@ -5,14 +5,17 @@ Three rules, the same for all of them:
 1. Training and evaluation go through one loss (`row_terms`), so their numbers can be compared.
 2. A row without a completion token has no loss. It is dropped beforehand and counted (`eval_dropped_rows`).
 3. Every average is a sum over a count: rows weigh one, per-token losses weigh their tokens. The result does not move
-   with the batch size, the order of the rows or the number of ranks. A row whose loss is not finite is left out of the
-   evaluation and counted (`eval_excluded_rows`); if no row is left, the loss is NaN, not 0.
+   with the batch size, the order of the rows or the number of ranks, nor does a training step with how its rows are
+   cut into micro-batches. A row whose loss is not finite is left out of the evaluation and counted
+   (`eval_excluded_rows`); if no row is left, the loss is NaN, not 0.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import deque
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,6 +55,7 @@ class _OneLoss:
     """
 
     objective: dict[str, float]
+    loss_is_scaled_for_ga = None  # TRL's DPO says False; ours is scaled where it was given the step's weights
 
     def __init__(self, *args, **kwargs):
         self.dropped_rows: dict[str, int] = {}  # name of a data set: rows dropped from it
@@ -61,15 +65,36 @@ class _OneLoss:
         # Several GPUs in one process would split a batch among threads (DataParallel), and no loss sees all its rows.
         self.args._n_gpu = min(1, self.args.n_gpu)
         self._train_batch_size = self.args.train_batch_size
+        self.model_accepts_loss_kwargs = True  # the Trainer shall not divide by the number of micro-batches as well
+
+    def row_weights(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weight of each term of the loss in each row, `[B]`: known before the model runs."""
+        raise NotImplementedError
 
     def row_terms(self, model, inputs: dict[str, Tensor]) -> dict[str, RowSum]:
         """The terms of the loss and the metrics, by row. The terms in `objective` carry the gradient."""
         raise NotImplementedError
 
+    def get_batch_samples(self, *args, **kwargs):
+        """The micro-batches of a step, and what divides each term of the loss in every one of them.
+
+        That is the term's weight in the whole step; the mean over ranks, since these average their gradients. A mean
+        in each micro-batch would weigh a token of a short answer more than one of a long answer.
+        """
+        batches, _ = super().get_batch_samples(*args, **kwargs)
+        if not batches:
+            return batches, None
+        rows = [self.row_weights(batch) for batch in batches]
+        weights = torch.stack([sum(row[name].sum() for row in rows) for name in self.objective]).float()
+        return batches, self.accelerator.reduce(weights.to(self.args.device), "mean")
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """`num_items_in_batch`: one weight for each term, from `get_batch_samples`; by default the batch's own."""
         terms = self.row_terms(model, inputs)
         self._record(terms)
-        loss = sum(c * self._mean(terms[name], num_items_in_batch) for name, c in self.objective.items())
+        weights = [None] * len(self.objective) if num_items_in_batch is None else num_items_in_batch
+        objective = zip(self.objective.items(), weights, strict=True)
+        loss = sum(coefficient * self._mean(terms[name], weight) for (name, coefficient), weight in objective)
         return (loss, {}) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -129,12 +154,17 @@ class _OneLoss:
             self.model.load_state_dict(saved.state_dict())
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """Beside `loss`, the Trainer's mean over the steps since the last entry, means over the rows of these steps.
+
+        The terms times their coefficients add up to the loss of one step. Over several steps a long one, with more
+        tokens, weighs more in the terms and not in `loss`.
+        """
         if "loss" in logs and self._tables["train"]:
             logs.update({name: mean for name, mean in self._means("train").items() if name != "loss"})
         super().log(logs, *args, **kwargs)
 
-    def _mean(self, term: RowSum, count: Tensor | float | None = None) -> Tensor:
-        """Σ sums / Σ weights over the batch, in training over the batches of all ranks (which average gradients).
+    def _mean(self, term: RowSum, count: Tensor | None = None) -> Tensor:
+        """Σ sums / count; by default Σ weights of the batch, in training of all ranks (which average gradients).
 
         Without any weight there is no mean: the value is NaN, the gradient 0.
         """
@@ -143,7 +173,7 @@ class _OneLoss:
             if self.model.training and self.accelerator.num_processes > 1:
                 count = self.accelerator.reduce(count, "mean")
         total = term.sums.sum()
-        return torch.where(torch.as_tensor(count > 0, device=total.device), total / max(count, 1e-12), torch.nan)
+        return torch.where(count > 0, total / count.clamp(min=1e-12), torch.nan)
 
     def _record(self, terms: dict[str, RowSum]) -> None:
         """Keep the batch's rows, on the device: turning them into numbers here would stall a GPU at every step."""
@@ -205,8 +235,53 @@ def _has_tokens(row: dict[str, Any], completions: tuple[str, ...], max_length: i
     return all(_predicted_tokens(prompt, len(row[f"{name}_ids"]), max_length, mode) > 0 for name in completions)
 
 
-def _drop(dataset, keep, **settings):
-    return dataset.filter(keep, fn_kwargs=settings)
+def _keep(dataset: Dataset, test: Callable[..., bool], if_none: str, **settings) -> Dataset:
+    """The rows that pass the test; without one an InputError with the text `if_none`."""
+    kept = dataset.filter(test, fn_kwargs=settings)
+    if len(kept) == 0:
+        raise InputError(if_none)
+    return kept
+
+
+def _keep_with_text(dataset: Dataset, name: str, completions: tuple[str, ...]) -> Dataset:
+    lack = f"has a prompt and text in {', '.join(completions)}; fill these columns"
+    return _keep(dataset, _has_text, f"{name} dataset: none of its {len(dataset)} rows {lack}", completions=completions)
+
+
+def _keep_with_tokens(dataset: Dataset, name: str, before: int, max_length: int | None, **settings) -> Dataset:
+    """`before`: the number of rows that were tokenised. TRL's DPO drops some itself."""
+    lack = f"has a completion token within max_length={max_length}; raise max_length or shorten the prompts"
+    if_none = f"{name} dataset: none of its {before} rows with text {lack}"
+    return _keep(dataset, _has_tokens, if_none, max_length=max_length, **settings)
+
+
+class _Kind(NamedTuple):
+    """What a column may hold, beside None."""
+
+    fits: Callable[[Any], bool]
+    wish: str
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
+
+
+_TEXT = _Kind(lambda value: isinstance(value, str), "text")
+_TEXT_OR_CHAT = _Kind(lambda value: isinstance(value, str) or _is_chat(value), "text or a list of messages")
+_NUMBER = _Kind(lambda value: isinstance(value, int | float), "a number, or None where it is missing")
+_GROUP = _Kind(lambda value: isinstance(value, int | float | str), "an int or a str")
+
+
+def _is_prepared(dataset) -> bool:
+    return isinstance(dataset, Dataset) and "prompt_ids" in dataset.column_names
+
+
+def _check_rows(dataset, name: str, columns: dict[str, _Kind]) -> None:
+    """Before anything is dropped, so that a message names the row as the user counts it."""
+    for column, kind in columns.items():
+        for i, value in enumerate(dataset[column]):
+            if value is not None and not kind.fits(value):
+                raise InputError(f"{name} dataset, row {i}: {column} is {reprlib.repr(value)}; give {kind.wish}")
 
 
 def _check_columns(dataset, name: str, needed: tuple[str, ...]) -> None:
@@ -214,19 +289,13 @@ def _check_columns(dataset, name: str, needed: tuple[str, ...]) -> None:
         raise InputError(
             f"{name} dataset: is a {type(dataset).__name__}; give a datasets.Dataset, its rows are counted"
         )
+    if len(dataset) == 0:
+        raise InputError(f"{name} dataset: has no rows; give it one at least")
     missing = [column for column in needed if column not in dataset.column_names]
     if missing:
         raise InputError(
             f"{name} dataset: no column {missing[0]!r}; it has {', '.join(dataset.column_names)}; "
             f"needed are {', '.join(needed)}"
-        )
-
-
-def _check_left(dataset, name: str, before: int, max_length: int | None) -> None:
-    if len(dataset) == 0:
-        raise InputError(
-            f"{name} dataset: none of its {before} rows has a completion token within max_length={max_length}; "
-            "raise max_length or shorten the prompts"
         )
 
 
@@ -239,17 +308,22 @@ class _DropsEmptyRows:
 
     completions: tuple[str, ...]
 
+    def __init__(self, *args, train_dataset=None, **kwargs):
+        if train_dataset is not None and not _is_prepared(train_dataset):
+            _check_columns(train_dataset, "train", self.completions)  # TRL's DPO reads a row before it prepares any
+        super().__init__(*args, train_dataset=train_dataset, **kwargs)
+
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        if "prompt_ids" in (getattr(dataset, "column_names", None) or ()):  # prepared before
+        if _is_prepared(dataset):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         _check_columns(dataset, dataset_name, self.completions)
+        columns = [column for column in ("prompt", *self.completions) if column in dataset.column_names]
+        _check_rows(dataset, dataset_name, dict.fromkeys(columns, _TEXT_OR_CHAT))
         before = len(dataset)
-        dataset = _drop(dataset, _has_text, completions=self.completions)
-        if len(dataset):
-            dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-            limits = {"max_length": args.max_length, "mode": getattr(args, "truncation_mode", "keep_start")}
-            dataset = _drop(dataset, _has_tokens, completions=self.completions, **limits)
-        _check_left(dataset, dataset_name, before, args.max_length)
+        texts = _keep_with_text(dataset, dataset_name, self.completions)
+        dataset = super()._prepare_dataset(texts, processing_class, args, dataset_name)
+        how = {"completions": self.completions, "mode": getattr(args, "truncation_mode", "keep_start")}
+        dataset = _keep_with_tokens(dataset, dataset_name, len(texts), args.max_length, **how)
         self.dropped_rows[dataset_name] = before - len(dataset)
         return dataset
 
@@ -275,10 +349,12 @@ class TPOTrainer(_OneLoss, _DropsEmptyRows, tpo.TPOTrainer):
 
     Takes what `trl.experimental.tpo.TPOTrainer` takes; columns prompt, chosen, rejected, reference (the gold answer).
     `loss_type` is "sigmoid" or "tpo-l". The loss of a batch is TRL's: mean preference loss over rows plus
-    `tpo_alpha` · mean NLL over the tokens of the gold answers.
+    `tpo_alpha` · mean NLL over the tokens of the gold answers. With gradient accumulation the batch is the whole step;
+    TRL takes the mean over micro-batches.
 
     Raises:
-        InputError: another `loss_type`, a missing column, or no row with a completion token.
+        InputError: another `loss_type`, a missing column, a prompt or answer that is no text, or no row with a
+            completion token.
     """
 
     completions = ("chosen", "rejected", "reference")
@@ -290,11 +366,17 @@ class TPOTrainer(_OneLoss, _DropsEmptyRows, tpo.TPOTrainer):
         self.objective = {"preference_loss": 1.0} | ({"nll": args.tpo_alpha} if args.tpo_alpha else {})
         super().__init__(model, args, **kwargs)
 
+    def row_weights(self, inputs):
+        tokens = self._tokens(inputs)
+        return {"preference_loss": torch.ones_like(tokens[0]), "nll": tokens[-1]}
+
+    def _tokens(self, inputs) -> tuple[Tensor, ...]:
+        """Completion tokens of chosen, rejected and, where the loss has a use for it, gold answer, each `[B]`."""
+        return inputs["completion_mask"][:, 1:].sum(1).chunk(3 if "nll" in self.objective else 2)
+
     def row_terms(self, model, inputs):
-        args = self.args
-        branches = 3 if "nll" in self.objective else 2
-        log_probs = completion_log_probs(model, **inputs).chunk(branches)
-        tokens = inputs["completion_mask"][:, 1:].sum(1).chunk(branches)
+        args, tokens = self.args, self._tokens(inputs)
+        log_probs = completion_log_probs(model, **inputs).chunk(len(tokens))
         by_length = args.loss_type == "tpo-l"
         chosen, rejected = (
             x.sum(1) / n if by_length else x.sum(1) for x, n in zip(log_probs[:2], tokens, strict=False)
@@ -304,7 +386,7 @@ class TPOTrainer(_OneLoss, _DropsEmptyRows, tpo.TPOTrainer):
             label_smoothing=args.label_smoothing,
         )  # fmt: skip
         terms = {"preference_loss": _per_row(loss)}
-        if branches == 3:
+        if "nll" in self.objective:
             terms["nll"] = RowSum(-log_probs[2].sum(1), tokens[2])
         metrics = _preference_metrics(args.beta * chosen.detach(), args.beta * rejected.detach())
         return {**terms, **metrics, "logps/chosen": _per_row(chosen), "logps/rejected": _per_row(rejected)}
@@ -319,11 +401,12 @@ class DPOTrainer(_OneLoss, _DropsEmptyRows, trl.DPOTrainer):
 
     Takes what `trl.DPOTrainer` takes; columns prompt, chosen, rejected. `loss_type` is "sigmoid" (with
     `label_smoothing`) and, beside it, "sft": the NLL per token of the chosen answer, weighted by `loss_weights`. It
-    keeps the model a language model. Without `ref_model` the reference is a copy of the model as it is now.
+    keeps the model a language model. With gradient accumulation tokens weigh alike in the whole step; TRL takes the
+    mean over micro-batches. Without `ref_model` the reference is a copy of the model as it is now.
 
     Raises:
-        InputError: another `loss_type`, an option our loss does not cover, a missing column, or no row with a
-            completion token.
+        InputError: another `loss_type`, an option our loss does not cover, a missing column, a prompt or answer that
+            is no text, or no row with a completion token.
     """
 
     completions = ("chosen", "rejected")
@@ -339,6 +422,10 @@ class DPOTrainer(_OneLoss, _DropsEmptyRows, trl.DPOTrainer):
             super().__init__(model, ref_model, args, **kwargs)
             models += [_base(m) for m in (self.model, self.ref_model) if m is not None]
 
+    def row_weights(self, inputs):
+        chosen, _ = inputs["completion_mask"][:, 1:].sum(1).chunk(2)
+        return {"preference_loss": torch.ones_like(chosen), "nll": chosen}
+
     def row_terms(self, model, inputs):
         beta = self.args.beta
         batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
@@ -348,8 +435,7 @@ class DPOTrainer(_OneLoss, _DropsEmptyRows, trl.DPOTrainer):
         loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, self.args.label_smoothing)
         terms = {"preference_loss": _per_row(loss)}
         if "nll" in self.objective:
-            tokens = inputs["completion_mask"][:, 1:].sum(1).chunk(2)[0]
-            terms["nll"] = RowSum(-chosen, tokens)
+            terms["nll"] = RowSum(-chosen, self.row_weights(inputs)["nll"])
         rewards = beta * (chosen - ref_chosen).detach(), beta * (rejected - ref_rejected).detach()
         logps = {"logps/chosen": _per_row(chosen), "logps/rejected": _per_row(rejected)}
         return {**terms, **_preference_metrics(*rewards), **logps}
@@ -372,12 +458,15 @@ def _dpo_objective(args: DPOConfig) -> dict[str, float]:
     for name, only in _DPO_ONLY.items():
         if getattr(args, name, only) != only:
             raise InputError(f"{name}={getattr(args, name)!r}: DPOTrainer computes {name}={only!r} alone")
-    kinds = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type
+    kinds = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type or []
     names = {"sigmoid": "preference_loss", "sft": "nll"}
     unknown = [kind for kind in kinds if kind not in names]
     if unknown or "sigmoid" not in kinds:
-        raise InputError(f"loss_type={kinds}: DPOTrainer computes 'sigmoid', with or without 'sft'")
-    return {names[k]: w for k, w in zip(kinds, args.loss_weights or [1.0] * len(kinds), strict=True)}
+        raise InputError(f"loss_type={args.loss_type}: DPOTrainer computes 'sigmoid', with or without 'sft'")
+    objective = dict.fromkeys((names[kind] for kind in kinds), 0.0)
+    for kind, weight in zip(kinds, args.loss_weights or [1.0] * len(kinds), strict=True):
+        objective[names[kind]] += weight  # a kind may be named twice
+    return objective
 
 
 def _base(model):
@@ -418,7 +507,8 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
         processing_class: the tokenizer.
 
     Raises:
-        InputError: no tokenizer, a missing column, or no row to train on.
+        InputError: no tokenizer, a data set that is no datasets.Dataset, a missing column, a value that is none of the
+            above, or no row to train on.
     """
 
     objective = {"policy_loss": 1.0}  # noqa: RUF012  (never changed)
@@ -433,7 +523,9 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
         )  # fmt: skip
         self.train_dataset = self._prepare("train", train_dataset)
         self.eval_dataset = self._prepare_eval(eval_dataset)
-        self.model_accepts_loss_kwargs = True  # have the Trainer count the tokens of an accumulated batch
+
+    def row_weights(self, inputs):
+        return {"policy_loss": inputs["completion_mask"][:, 1:].sum(1)}
 
     def row_terms(self, model, inputs):
         batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
@@ -443,28 +535,25 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
         advantages = _per_row(inputs["advantages"])
         return {"policy_loss": RowSum(*loss), "logps": RowSum(log_probs.sum(1), mask.sum(1)), "advantages": advantages}
 
-    def _mean(self, term, count=None):
-        """With gradient accumulation the tokens of all micro-batches are the divisor, so each token weighs the same."""
-        if count is not None and self.args.average_tokens_across_devices:
-            count = count / self.accelerator.num_processes  # counted over all ranks, which average their gradients
-        return super()._mean(term, count)
-
     def _prepare_eval(self, dataset):
+        if isinstance(dataset, str):
+            return dataset  # the name of one that was given to the trainer
         if isinstance(dataset, dict):
             return {name: self._prepare(name, part) for name, part in dataset.items()}
         return self._prepare("eval", dataset)
 
     def _prepare(self, name: str, dataset: Dataset | None) -> Dataset | None:
-        if not isinstance(dataset, Dataset) or "prompt_ids" in dataset.column_names:
-            return dataset  # none, the name of one, or prepared before
-        _check_columns(dataset, name, ("prompt", "completion", "reward", "group"))
-        before = len(dataset)
-        dataset = _drop(dataset, _has_text, completions=("completion",)).filter(_has_reward)
-        max_length = getattr(self.args, "max_length", 512)
+        if dataset is None or _is_prepared(dataset):
+            return dataset
+        _check_columns(dataset, name, tuple(_SCORED))
+        _check_rows(dataset, name, _SCORED)
+        before, max_length = len(dataset), getattr(self.args, "max_length", 512)
+        dataset = _keep_with_text(dataset, name, ("completion",))
+        lack = "has a finite reward; fill the column reward"
+        dataset = _keep(dataset, _has_reward, f"{name} dataset: none of its {len(dataset)} rows with text {lack}")
         dataset = dataset.map(_tokenize, fn_kwargs={"tokenizer": self.processing_class})
-        limits = {"max_length": max_length, "mode": "keep_start"}
-        dataset = _drop(dataset, _has_tokens, completions=("completion",), **limits) if len(dataset) else dataset
-        _check_left(dataset, name, before, max_length)
+        how = {"completions": ("completion",), "mode": "keep_start"}
+        dataset = _keep_with_tokens(dataset, name, len(dataset), max_length, **how)
         self.dropped_rows[name] = before - len(dataset)
         ids = {group: i for i, group in enumerate(dict.fromkeys(dataset["group"]))}
         rewards = torch.tensor(dataset["reward"], dtype=torch.float64)
@@ -476,6 +565,9 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
 
     def _set_signature_columns_if_needed(self):
         self._signature_columns = ["prompt_ids", "completion_ids", "advantages"]
+
+
+_SCORED = {"prompt": _TEXT, "completion": _TEXT, "reward": _NUMBER, "group": _GROUP}
 
 
 def _has_reward(row: dict[str, Any]) -> bool:
@@ -497,7 +589,7 @@ def _truncate(row: dict[str, Any], max_length: int | None) -> dict[str, list[int
 
 @dataclass
 class _TokenPolicyCollator:
-    """Pads on the right. `labels` repeat the completion: by them the Trainer counts the tokens of a batch."""
+    """Pads on the right."""
 
     pad_token_id: int
 
@@ -510,8 +602,6 @@ class _TokenPolicyCollator:
             ids[i, :end] = torch.tensor(row["prompt_ids"] + row["completion_ids"])
             attention[i, :end], completion[i, max(start, 1) : end] = 1, 1
         advantages = torch.tensor([row["advantages"] for row in rows], dtype=torch.float32)
-        labels = ids.masked_fill(completion == 0, -100)
         return {
-            "input_ids": ids, "attention_mask": attention, "completion_mask": completion,
-            "advantages": advantages, "labels": labels,
+            "input_ids": ids, "attention_mask": attention, "completion_mask": completion, "advantages": advantages,
         }  # fmt: skip

@@ -281,9 +281,9 @@ def load_preferences(
 
     Args:
         source: nothing for the course's own set, with splits train, held_out (other facts) and traps (two more
-            columns, ``reward`` and ``trap``; see ``facts.TRAPS``). Else a .json, .jsonl, .csv or .parquet file, a local
-            folder with a data set, or a hub id, with splits train and held_out: its own test or validation split, or
-            one prompt in ten.
+            columns, ``reward`` and ``trap``; see ``facts.TRAPS``). Else a .json, .jsonl, .ndjson, .csv or .parquet
+            file, a local folder with a data set, or a hub id, with splits train and held_out: its own test or
+            validation split, or one prompt in ten.
         split: return this one split.
         columns: where to find a column, when it has another name: ``{"reference": "answer"}``. Several names are
             joined line by line, ``{"prompt": ["instruction", "input"]}``, where all but the first may be empty.

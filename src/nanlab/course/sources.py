@@ -62,7 +62,7 @@ def _hold_out(rows: list[dict[str, str]], source: object) -> dict[str, list[dict
 def _read(source: str | os.PathLike) -> dict[str, Table]:
     """The rows of a file, a folder or a hub data set, by split."""
     path, name = Path(source).expanduser(), str(source)
-    if path.suffix in READERS or path.is_file():
+    if path.suffix.lower() in READERS or path.is_file():
         return {"train": _read_file(path)}
     if not path.is_dir():
         if not HUB_ID.fullmatch(name):
@@ -87,7 +87,7 @@ def _load_datasets(folder: Path | None, name: str) -> DatasetDict:
 
 
 def _read_file(path: Path) -> Table:
-    reader = READERS.get(path.suffix)
+    reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise InputError(f"{path}: unknown kind of file {path.suffix!r}; use {', '.join(READERS)}")
     try:
@@ -110,9 +110,21 @@ def _numbered(path: Path, rows: Iterable[Any]) -> Table:
     return [(f"{path}, row {i} (counted from 0)", row) for i, row in enumerate(rows)]
 
 
+def _loads(text: str, place: str) -> Any:
+    """JSON that Python can hold: it has limits of its own for digits and for depth."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise InputError(f"{place}: brackets nested too deeply to be read") from error
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{place}: a number that cannot be read ({one_line(error)})") from error
+
+
 def _read_json(path: Path) -> Table:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = _loads(path.read_text(encoding="utf-8-sig"), str(path))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # a whole value, then another one: JSON lines under the wrong name
             return _read_jsonl(path)
@@ -127,7 +139,7 @@ def _read_jsonl(path: Path) -> Table:
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             try:
-                table.append((f"{path}, line {number}", json.loads(line)))
+                table.append((place := f"{path}, line {number}", _loads(line, place)))
             except json.JSONDecodeError as error:
                 raise InputError(f"{path}, line {number}: not JSON ({error.msg})") from error
     return table
@@ -136,9 +148,14 @@ def _read_jsonl(path: Path) -> Table:
 def _read_csv(path: Path) -> Table:
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            return _numbered(path, csv.DictReader(file))
+            table = _numbered(path, csv.DictReader(file))
         except csv.Error as error:
             raise InputError(f"{path}: not CSV ({error})") from error
+    for place, row in table:
+        if None in row:  # then cells stand under wrong names: a text with a comma and no quotes
+            cells, columns = len(row) - 1 + len(row[None]), len(row) - 1
+            raise InputError(f'{place}: {cells} cells for {columns} columns; put texts with a comma in "quotes"')
+    return table
 
 
 def _read_parquet(path: Path) -> Table:
@@ -154,6 +171,7 @@ def _read_parquet(path: Path) -> Table:
 READERS: dict[str, Callable[[Path], Table]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
