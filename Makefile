@@ -26,9 +26,6 @@ test-gpu: setup
 	NANLAB_SCALE=full $(BIN)/python -m pytest -n0 --nbval-cell-timeout=3600 notebooks/13_full_run.ipynb
 	$(BIN)/python -m pytest -n0 -s -m gpu tests
 
-# Outputs that name a cell must not carry a temporary path. In JupyterLab each cell keeps a name of its own.
-run test slow test-gpu: export IPYKERNEL_CELL_NAME := <cell>
-
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 

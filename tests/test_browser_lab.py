@@ -24,7 +24,7 @@ THEMES = ["JupyterLab Light", "JupyterLab Dark"]
 FIRST_NAN = 30  # seconds from opening notebook 00 to the first NaN on the screen
 READABLE = 4.5  # WCAG 2.2, 1.4.3
 # What the other tests set for their own sake: a reader has none of it.
-OURS = re.compile("PYTEST|TRL_EXPERIMENTAL_SILENCE|TOKENIZERS_PARALLELISM|IPYKERNEL_CELL_NAME|NANLAB")
+OURS = re.compile("PYTEST|TRL_EXPERIMENTAL_SILENCE|TOKENIZERS_PARALLELISM|NANLAB")
 
 
 def blank_copy(name: str, folder: Path) -> nbformat.NotebookNode:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import linecache
 import os
-import sys
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
@@ -69,16 +68,6 @@ def walk(frame) -> Place:
     return Place(user, library, tuple(modules), frame is not None, recomputed)
 
 
-def text_of(code, line: int) -> str:
-    """The line itself. Cells may share a file name: then the latest in which this function begins where it should."""
-    begins = "lambda" * (code.co_name == "<lambda>") if code.co_name.startswith("<") else f"def {code.co_name}"
-    cells = reversed(getattr(sys.modules["__main__"], "In", ()))
-    for lines in (linecache.getlines(code.co_filename), *map(str.splitlines, cells)):
-        if any(begins in text for text in lines[code.co_firstlineno - 1 : line]):
-            return lines[line - 1]
-    return ""
-
-
 def line_of(at: tuple | None) -> tuple[str, str]:
     """('file.py:12', 'in step():  loss = …'). A cell is called 'cell:12'; a library's file by its path inside it."""
     if at is None:
@@ -86,7 +75,7 @@ def line_of(at: tuple | None) -> tuple[str, str]:
     code, instruction = at
     line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
     function = "" if code.co_name.startswith("<") else f"in {code.co_name}():"
-    said = f"{function}  {text_of(code, line).strip()[:120]}".strip()
+    said = f"{function}  {linecache.getline(code.co_filename, line).strip()[:120]}".strip()
     parts = Path(code.co_filename).parts
     if "ipykernel_" in code.co_filename or parts[-1].startswith(("<cell", "<ipython-input")):
         return f"cell:{line}", said
