@@ -278,8 +278,8 @@ def test_a_broken_line_is_named(put, tokenizer_dir, capsys):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"prompt": "a"}\n{"prompt": ' + "9" * 5000 + "}", "line 2: cannot be read: Exceeds the limit"),
-        ('{"prompt": "a"}\n' + "[" * 100_000, "line 2: cannot be read: maximum recursion depth"),
+        ('{"prompt": "a"}\n{"prompt": ' + "9" * 5000 + "}", "line 2: a number that cannot be read (Exceeds the limit"),
+        ('{"prompt": "a"}\n' + "[" * 100_000, "line 2: brackets nested too deeply to be read"),
         ("\n\n", "odd.jsonl: holds no rows"),
     ],
 )

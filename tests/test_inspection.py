@@ -511,7 +511,7 @@ def test_a_limit_beyond_all_lengths_is_no_limit():
 def test_csv_cells_may_be_long_and_the_limit_of_the_module_is_left_as_it_was():
     import csv
 
-    from nanlab.rows import csv_rows
+    from nanlab.files import csv_rows
 
     before = csv.field_size_limit()
     assert csv_rows('a,b\n"x\ny\u2028z",' + "w" * 200_000 + "\n") == [{"a": "x\ny\u2028z", "b": "w" * 200_000}]

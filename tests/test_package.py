@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = REPOSITORY / "src" / "nanlab"
 # A module may import those below its own floor. `errors` and `findings` (what a report looks like) are for everyone.
 FLOORS = (
-    {"numerics", "rows", "tracing"},
+    {"files", "numerics", "rows", "tracing"},
     {"losses", "metrics"},
     {"models"},
     {"trainers", "guard", "inspection", "history"},

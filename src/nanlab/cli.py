@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanlab import __version__
+from nanlab import __version__, files
 from nanlab.errors import InputError
 
 NOTHING, FOUND, BAD_INPUT = 0, 1, 2
@@ -145,37 +145,14 @@ def read_rows(path: Path):
     return rows
 
 
-def _read_json(path: Path) -> list:
-    try:
-        rows = _parse(path.read_text(encoding="utf-8-sig"), path, 1)
-    except InputError as error:
-        if getattr(error.__cause__, "msg", "") == "Extra data":  # one object a line, under the wrong name
-            return _read_lines(path)
-        raise
-    if not isinstance(rows, list):
-        raise InputError(f"{path}: holds no list of rows; for one object a line name it .jsonl")
-    return rows
-
-
-def _read_lines(path: Path) -> list:
-    with path.open(encoding="utf-8-sig") as file:
-        return [_parse(line, path, number) for number, line in enumerate(file, start=1) if line.strip()]
-
-
-def _parse(text: str, path: Path, line: int):
-    """The value of some JSON that starts on a line of a file."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}, line {line + error.lineno - 1}: not JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits; brackets within brackets without end
-        raise InputError(f"{path}, line {line}: cannot be read: {error}") from error
+def _read_text(path: Path) -> list:
+    return [row for _, row in files.READERS[path.suffix.lower()](path)]
 
 
 def _read_csv(path: Path) -> list:
-    from nanlab.rows import NUMBERS, csv_rows
+    from nanlab.rows import NUMBERS
 
-    rows = csv_rows(path.read_text(encoding="utf-8-sig"))
+    rows = _read_text(path)
     return [{name: _number(cell) if name in NUMBERS else cell for name, cell in row.items()} for row in rows]
 
 
@@ -197,13 +174,7 @@ def _read_parquet(path: Path):
         raise InputError(f"{path}: not a Parquet file: {error}") from error
 
 
-_READERS = {
-    ".json": _read_json,
-    ".jsonl": _read_lines,
-    ".ndjson": _read_lines,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+_READERS = {**dict.fromkeys(files.READERS, _read_text), ".csv": _read_csv, ".parquet": _read_parquet}
 
 
 def _load(kind: str, name: str):

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from nanlab.errors import InputError
+from nanlab.files import csv_rows
 from nanlab.findings import Finding, Findings
-from nanlab.rows import csv_rows
 
 
 def autopsy(path_or_log_history: str | os.PathLike | Sequence[Mapping]) -> Autopsy:
@@ -409,32 +408,17 @@ def _onset(heights: np.ndarray) -> Onset | None:
     width = max(1, len(heights) // 4)
     if len(heights) <= width:
         return None
-    medians = _running_medians(heights, width)
-    calm = int(np.argmin(medians))
-    normal = medians[calm]
+    import pandas  # datasets brings it; here, so that importing this module stays quick
+
+    medians = pandas.Series(heights).rolling(width).median().to_numpy()[width - 1 :]
+    calm = int(medians.argmin())
+    normal = float(medians[calm])
     scatter = max(1.4826 * float(np.median(np.abs(heights[calm : calm + width] - normal))), _CALM)
     if heights[-1] <= normal + 5 * scatter:
         return None
     start = _last(heights <= normal + 2 * scatter) + 1
     tenfold = np.flatnonzero(heights[start:] >= normal + 1)
     return Onset(start, normal, bool(len(tenfold) and tenfold[0] <= 1))
-
-
-def _running_medians(values: np.ndarray, width: int) -> list[float]:
-    """The median of every window, from one sorted window that moves along: memory grows with the run, not faster."""
-    values = values.tolist()
-    window = sorted(values[:width])
-    medians = [_middle(window)]
-    for old, new in zip(values, values[width:], strict=False):
-        del window[bisect_left(window, old)]
-        insort(window, new)
-        medians.append(_middle(window))
-    return medians
-
-
-def _middle(ordered: list[float]) -> float:
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _last(mask: np.ndarray) -> int:

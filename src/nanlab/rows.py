@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,15 +28,6 @@ def length_limit(max_length: int | None, args) -> int | None:
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise InputError(f"max_length is {limit!r}: give a whole number of tokens, at least 1")
     return None if limit is None else min(limit, sys.maxsize)  # numpy knows no larger number, and no row is longer
-
-
-def csv_rows(text: str) -> list[dict[str, str]]:
-    """Rows of a CSV file as text, with cells of any length: the module's own limit is 131,072 characters."""
-    limit = csv.field_size_limit(max(1, len(text)))
-    try:
-        return list(csv.DictReader(io.StringIO(text.replace("\0", ""), newline="")))
-    finally:
-        csv.field_size_limit(limit)
 
 
 class Rows:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanlab import files
 from nanlab.course import facts
 from nanlab.errors import InputError
+from nanlab.files import Table
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -21,8 +21,6 @@ COLUMNS = ("prompt", "chosen", "rejected", "reference")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_SECONDS = 6.0
 HELD_OUT_NAMES = ("held_out", "test", "validation")
-
-Table = list[tuple[str, dict[str, Any]]]  # each row with its place in words, for messages
 
 # Where a column is found when nothing was said. The first that the table has is taken.
 LAYOUTS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -106,75 +104,17 @@ def _read_file(path: Path) -> Table:
     return table
 
 
-def _numbered(path: Path, rows: Iterable[Any]) -> Table:
-    return [(f"{path}, row {i} (counted from 0)", row) for i, row in enumerate(rows)]
-
-
-def _loads(text: str, place: str) -> Any:
-    """JSON that Python can hold: it has limits of its own for digits and for depth."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise InputError(f"{place}: brackets nested too deeply to be read") from error
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:
-        raise InputError(f"{place}: a number that cannot be read ({one_line(error)})") from error
-
-
-def _read_json(path: Path) -> Table:
-    try:
-        rows = _loads(path.read_text(encoding="utf-8-sig"), str(path))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # a whole value, then another one: JSON lines under the wrong name
-            return _read_jsonl(path)
-        raise InputError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-    if not isinstance(rows, list):
-        raise InputError(f"{path}: expected a list of rows, got {type(rows).__name__}; write [{{…}}, {{…}}]")
-    return _numbered(path, rows)
-
-
-def _read_jsonl(path: Path) -> Table:
-    table: Table = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if line.strip():
-            try:
-                table.append((place := f"{path}, line {number}", _loads(line, place)))
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}, line {number}: not JSON ({error.msg})") from error
-    return table
-
-
-def _read_csv(path: Path) -> Table:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        try:
-            table = _numbered(path, csv.DictReader(file))
-        except csv.Error as error:
-            raise InputError(f"{path}: not CSV ({error})") from error
-    for place, row in table:
-        if None in row:  # then cells stand under wrong names: a text with a comma and no quotes
-            cells, columns = len(row) - 1 + len(row[None]), len(row) - 1
-            raise InputError(f'{place}: {cells} cells for {columns} columns; put texts with a comma in "quotes"')
-    return table
-
-
 def _read_parquet(path: Path) -> Table:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return _numbered(path, pyarrow.parquet.read_table(path).to_pylist())
+        return files.numbered(path, pyarrow.parquet.read_table(path).to_pylist())
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: not Parquet ({one_line(error)})") from error
 
 
-READERS: dict[str, Callable[[Path], Table]] = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+READERS: dict[str, Callable[[Path], Table]] = {**files.READERS, ".parquet": _read_parquet}
 
 
 def _mapped(table: Table, columns: dict[str, str | Sequence[str]]) -> list[dict[str, str]]:

@@ -62,12 +62,12 @@ class Hunt:
 
     ``fetched``: (rows of the dataset, the batch made of them), the last ones. ``part``, ``first``: which of several
     evaluation sets, and its first batch. ``irregular``: batches that failed, but not again. ``aside``: bad values
-    handed to the metrics. ``spoilt``: parameters and buffers that hold NaN since an earlier batch.
+    handed to the metrics.
     """
 
     def __init__(self, trainer: Any, mode: str, limit: int | None) -> None:
         self.trainer, self.mode, self.limit, self.batch = trainer, mode, limit, -1
-        self.report, self.tracer, self.spoilt = Report(), Tracer(), set()
+        self.report, self.tracer = Report(), Tracer()
         self.fetched: deque = deque(maxlen=8 + trainer.args.gradient_accumulation_steps)
         self.part, self.first, self.irregular, self.aside = "", 0, [], {}
 
@@ -93,7 +93,6 @@ class Hunt:
         for name, held in with_entries(vars(trainer)):
             if isinstance(held, nn.Module):
                 self.tracer.names.adopt(held, f"{name}.")
-        self.failed(None)  # for what is spoilt already
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of training_step or prediction_step."""
@@ -119,7 +118,7 @@ class Hunt:
         """Run a batch untraced; if it fails, put back what it changed, and run it once more under the tracer."""
         given = dict(inputs) if isinstance(inputs, Mapping) else {}  # a step may take entries out
         undo = freeze([self.trainer, model, inputs, *generators()], (Hunt,))
-        result, failed, spoilt = None, True, self.spoilt
+        result, failed, before = None, True, self.spoilt()
 
         def call() -> Any:
             nonlocal result
@@ -127,11 +126,10 @@ class Hunt:
             return result[:2] if isinstance(result, tuple) else result  # labels of an evaluation may be missing
 
         with contextlib.suppress(*RAISED):  # it will raise again under the tracer
-            failed = self.failed(call())
+            failed = self.failed(call(), before)
         if not failed:
             return result
         undo()
-        self.spoilt = spoilt
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         self.tracer.scaler_skips = scaler is not None and scaler.get_scale() > 1
         self.tracer.reads = {}  # what was logged before is not what this batch is made of
@@ -152,18 +150,22 @@ class Hunt:
             undo()  # for the batch's sake
             self.stop(report, given)
         self.tracer.sinks = {}
-        if not self.failed(seen):
+        if not self.failed(seen, before):
             self.irregular.append(self.batch)
         return result
 
-    def failed(self, result: Any) -> bool:
-        """Is the loss bad, or a gradient, or a parameter or a buffer that was none before?"""
+    def state(self) -> list[Tensor]:
         names = self.tracer.names
-        held = (*names.parameters.values(), *names.buffers.values()) if self.mode == "train" else ()
-        state = [t for _, t in held]
-        old, self.spoilt = self.spoilt, {id(t) for t in state if is_float(t) and bad(t) == "nan"}
-        grads = any(is_float(t.grad) and bool(bad(t.grad)) for t in state)
-        return bool(self.spoilt - old) or grads or any(map(troubled, tree_leaves(result)))
+        return [t for _, t in (*names.parameters.values(), *names.buffers.values())] if self.mode == "train" else []
+
+    def spoilt(self) -> set[int]:
+        """Parameters and buffers that hold NaN, by id."""
+        return {id(t) for t in self.state() if is_float(t) and bad(t) == "nan"}
+
+    def failed(self, result: Any, before: set[int]) -> bool:
+        """Is the loss bad, or a gradient, or a parameter or a buffer that was none before?"""
+        grads = any(is_float(t.grad) and bool(bad(t.grad)) for t in self.state())
+        return grads or any(map(troubled, tree_leaves(result))) or bool(self.spoilt() - before)
 
     def event(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """In place of the handler's call_event: callbacks do as always, but nothing is saved and nothing evaluated."""
