@@ -11,13 +11,13 @@ from torch import Tensor
 from nanlab.tracing.values import as_list, is_float, key_of
 
 LARGEST = 1 << 22  # elements; a larger tensor is not looked at again
-SELECTS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|eye|scalar_tensor")
+SELECTS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|eye|scalar_tensor").fullmatch
 KEEPS = re.compile(  # counts of counts, and parts of them, are counts
     r"(nan)?sum|mean|cumsum|b?mm|mv|dot|bincount|histc|(scatter|index)_add_?|(div|mul|add|r?sub|copy|fill|masked_fill)_?"
     r"|_to_copy|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter_?|gather|where|repeat.*|tril|triu|clamp.*"
     r"|(max|min)(imum)?|amax|amin|cumprod|prod|nan_to_num|constant_pad_nd|.*pool.*|upsample.*|embedding"
     r"|index_select|masked_select|scatter_reduce"
-)
+).fullmatch
 
 
 class Counts:
@@ -30,10 +30,11 @@ class Counts:
     def note(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """An operation was done: do its outputs count?"""
         if outs and self.forwards():
-            given = [t for a in args for t in as_list(a) if isinstance(t, Tensor)]
-            kept = KEEPS.fullmatch(name) and all(map(self.whole, given))
-            kept = kept and (name, len(given)) != ("sub", 1)  # n − 1 is none
-            self.written |= dict.fromkeys(map(key_of, outs), (bool(kept or SELECTS.fullmatch(name)), name))
+            counts = bool(SELECTS(name))
+            if KEEPS(name):
+                given = [t for a in args for t in as_list(a) if isinstance(t, Tensor)]
+                counts = all(map(self.whole, given)) and (name, len(given)) != ("sub", 1)  # n − 1 is none
+            self.written |= dict.fromkeys(map(key_of, outs), (counts, name))
         if name == "_local_scalar_dense" and out == 0:
             self.none_read = self.whole(args[0])
 

@@ -42,9 +42,10 @@ class Names:
             self.buffers.setdefault(id(buffer), (prefix + name, buffer))
 
     def adopt_parameter(self, name: str, p: Tensor) -> None:
-        self.parameters.setdefault(id(p), (name, p))
-        self.add(p, f"parameter {name}", "bad_state")
-        self.add(p.grad, f"gradient of {name}, left over from before", "bad_state")
+        if id(p) not in self.parameters:
+            self.parameters[id(p)] = name, p
+            self.add(p, f"parameter {name}", "bad_state")
+            self.add(p.grad, f"gradient of {name}, left over from before", "bad_state")
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
         """Learn what its state is called, which may have been restored from a checkpoint."""

@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -252,8 +253,7 @@ def alike(batch: Any, inputs: dict[str, Any]) -> bool:
     return bool(old) and len(old) == len(new) and all(map(same, old, new))
 
 
-@contextlib.contextmanager
-def watch_fetches(fetched: deque) -> Iterator[None]:
+def watch_fetches(fetched: deque) -> contextlib.AbstractContextManager:
     """Note which rows of a dataset make up each batch. Loaders in other processes are not seen."""
     original = _MapDatasetFetcher.fetch
 
@@ -263,11 +263,7 @@ def watch_fetches(fetched: deque) -> Iterator[None]:
             fetched.append((index, batch))
         return batch
 
-    _MapDatasetFetcher.fetch = fetch
-    try:
-        yield
-    finally:
-        _MapDatasetFetcher.fetch = original
+    return mock.patch.object(_MapDatasetFetcher, "fetch", fetch)
 
 
 def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Report:

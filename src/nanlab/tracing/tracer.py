@@ -100,7 +100,7 @@ class Tracer(TorchDispatchMode):
     # -- entering and leaving ----------------------------------------------------------------------------------------
     def __enter__(self):
         before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-        self.hooks = [before(self.before_step), after(self.after_step)]
+        self.hooks = [before(self.before_step), after(lambda *_: self.steps.pop())]
         self.backward, torch.autograd.backward = torch.autograd.backward, self.run_backward
         return super().__enter__()
 
@@ -151,9 +151,6 @@ class Tracer(TorchDispatchMode):
                 self.steps.pop()
 
         return call
-
-    def after_step(self, *_args) -> None:
-        self.steps.pop()
 
     def largest(self) -> float:
         """The largest |parameter| that an optimizer moves, of those tensors that are finite."""
@@ -242,7 +239,7 @@ class Tracer(TorchDispatchMode):
             if found:
                 birth = Birth(op=name, func=func, args=args, kwargs=kwargs, returned=as_list(out))
                 self.note(birth, outs, found, before)
-            self.came -= set(map(key_of, written))
+            self.came -= set(map(key_of, written if self.came else ()))
             self.remember(name, args, out, outs)
         except Exception as error:  # the step must go on: an event without a closer look is better than none
             for _, t, kind in found:
@@ -263,8 +260,9 @@ class Tracer(TorchDispatchMode):
     def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         self.counts.note(name, args, out, outs)
-        drawn = [t for t in as_list(out) if isinstance(t, Tensor) and not is_float(t) and t.dtype is not torch.bool]
-        looks = args and is_float(args[0]) and (drawn or name == "_local_scalar_dense")
+        other = lambda t: t.is_floating_point() or t.is_complex() or t.dtype is torch.bool
+        drawn = any(isinstance(t, Tensor) and not other(t) for t in as_list(out))
+        looks = (drawn or name == "_local_scalar_dense") and args and is_float(args[0])
         kind = bad(args[0]) if looks else ""
         if kind and not drawn:
             if all(e.phase == "data" for e in self.reads.get(kind, ())):  # a sentinel may have been read before

@@ -17,7 +17,7 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 
 def is_float(t: object) -> bool:
     """A tensor of real or complex numbers, whose memory can be looked at."""
-    if not isinstance(t, Tensor) or isinstance(t, WITHOUT_MEMORY) or t.device.type == "meta":
+    if not isinstance(t, Tensor) or isinstance(t, WITHOUT_MEMORY) or t.is_meta:
         return False
     wrapped = t.is_nested or t._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(t)
     return (t.is_floating_point() or t.is_complex()) and not wrapped
@@ -32,7 +32,7 @@ def plain(t: Tensor) -> Tensor:
 
 
 def key_of(t: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(plain(t).untyped_storage())
+    return StorageWeakRef((t if t.layout is torch.strided else plain(t)).untyped_storage())
 
 
 def bad(t: Tensor) -> str:

@@ -15,23 +15,27 @@ from torch.autograd.graph import _engine_run_backward
 
 PACKAGE, TORCH = (str(Path(p).parent) + os.sep for p in (Path(__file__).parent, torch.__file__))
 STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")})
-INSTALLED, GENERATED = ("site-packages", "dist-packages"), ("<frozen", "<eval_with_key", "<torch_package")
+INSTALLED = ("site-packages", "dist-packages")
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT, MODULE = range(6)
-MACHINERY = {_engine_run_backward.__code__: ENGINE, nn.Module._call_impl.__code__: MODULE}
+MACHINERY = {id(_engine_run_backward.__code__): ENGINE, id(nn.Module._call_impl.__code__): MODULE}
+OWNERS = (  # the first that fits; the course's cases stand for the reader's own code
+    (CHECKPOINT, os.path.join(TORCH, "utils", "checkpoint.py")),
+    (HIDDEN, (TORCH, PACKAGE + "tracing", "<frozen", "<eval_with_key", "<torch_package")),
+    (USER, PACKAGE + "course"),
+    (LIBRARY, PACKAGE),
+)
+
+
+def whose(code) -> int:
+    """Whose code is it: the user's, a library's, the autograd engine's, or machinery that nobody wants to see."""
+    return MACHINERY.get(id(code)) or owner(code.co_filename)  # a code object itself is slow to look up
 
 
 @functools.cache
-def whose(code) -> int:
-    """Whose code is it: the user's, a library's, the autograd engine's, or machinery that nobody wants to see."""
-    file = code.co_filename
-    if file.startswith(TORCH):
-        return MACHINERY.get(code, CHECKPOINT * file.endswith("checkpoint.py"))
-    if file.startswith((PACKAGE + "tracing", *GENERATED)):
-        return HIDDEN
-    if file.startswith(PACKAGE + "course"):  # the course's cases stand for the reader's own code
-        return USER
-    library = file.startswith(PACKAGE) or any(part in INSTALLED for part in Path(file).parts)
-    return LIBRARY if library else HIDDEN if file.startswith(STDLIB) else USER
+def owner(file: str) -> int:
+    installed = any(part in INSTALLED for part in Path(file).parts)
+    other = LIBRARY if installed else HIDDEN if file.startswith(STDLIB) else USER
+    return next((kind for kind, starts in OWNERS if file.startswith(starts)), other)
 
 
 class Place(NamedTuple):
