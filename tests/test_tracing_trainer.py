@@ -307,7 +307,7 @@ def test_rows_of_a_concatenated_batch_are_rows_of_the_dataset_too(tmp_path):
     report = located(trainer, "eval")
     assert (report.batch, report.rows, report.length, report.examples) == (2, [0, 1, 2, 3, 4, 5], 6, [4, 5])
     assert [text.split(": ")[0] for text in report.texts.values()] == ["chosen", "chosen", "rejected", "rejected"]
-    assert "rows 0, 1, 2, 3, 4, 5 (from 0; there are 6), which are rows 4, 5 of the dataset" in str(report)
+    assert "rows 0, 1, 2, 3, 4, 5 (from 0, of 6), which are rows 4, 5 of the dataset" in str(report)
 
 
 def test_shuffled_rows_are_found_again_in_the_dataset(tmp_path):

@@ -106,7 +106,7 @@ def _devices() -> list[Line]:
         lines.append(Line("device", f"cuda:{index} {card.name}, {card.total_memory / 2**30:.0f} GiB, {half}"))
     if torch.backends.mps.is_available():
         lines.append(Line("device", "mps"))
-    lines.append(Line("device", f"cpu, {os.cpu_count()} cores, {torch.get_num_threads()} threads for torch"))
+    lines.append(Line("device", f"cpu; cores: {os.cpu_count()}, threads for torch: {torch.get_num_threads()}"))
     return lines
 
 

@@ -213,8 +213,9 @@ def _(b: Birth) -> bool:
 def _(b: Birth) -> bool:
     """A softmax over a row in which everything is masked: all scores are −inf, so it divides 0 by 0.
 
-    Let every row see at least one position (itself, or the first), or fill with torch.finfo(dtype).min instead of
-    −inf and drop the row's output; look for rows that are only padding.
+    Let every row see at least one position (itself, or the first), and drop the output of rows that are only padding.
+    torch.finfo(dtype).min in place of −inf gives no NaN in float32, but a mean over what was masked; in float16, and
+    where two masks are added, it can be −inf again.
     """
     mask, x, dim = b.get("attn_mask", "attn_bias"), b.get("self"), b.get("dim")
     if isinstance(mask, Tensor):
@@ -226,8 +227,9 @@ def _(b: Birth) -> bool:
 def _(b: Birth) -> bool:
     """A mean over nothing: no element was selected, so the sum 0 is divided by the count 0.
 
-    Leave the empty row or batch out, and weigh by tokens (sum of losses / max(count, 1)); find out why nothing was
-    selected: a prompt that fills max_length, labels that are all −100, a mask that is all zero.
+    Leave the empty row or batch out, count it, and weigh the rest by tokens: the sum of all losses over the number of
+    all tokens. A 0.0 in its place would be finite and wrong. Find out why nothing was selected: a prompt that fills
+    max_length, labels that are all −100, a mask that is all zero.
     """
     x, other, target = b.get("self"), b.get("other"), b.get("target")
     if "nll_loss" in b.op:
@@ -260,7 +262,7 @@ def _(b: Birth) -> bool:
     """0 divided by 0: numerator and denominator are zero at the same place, as with the spread of equal values.
 
     Treat that case apart: equal values leave nothing to normalise (their advantage is 0), a single value has no spread,
-    and a zero vector no direction. No eps makes it right: it blows rounding noise up to full-size signals.
+    and a zero vector no direction. No eps makes it right: rounding noise still comes through as a signal.
     """
     spread = bool(re.search(r"^var|^std|(?<!batch_)norm", b.op)) and not b.too_large()
     return b.kind == "nan" and b.from_finite() and (spread or (b.divides_by_zero() and not re.search(MODULO, b.op)))

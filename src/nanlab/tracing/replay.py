@@ -218,7 +218,7 @@ class Hunt:
             row_here = row if row < len(ids) else example
             if row_here < len(ids) and (part in ("", name) or not name) and (name != "prompt" or len(names) == 1):
                 kept = ids[row_here] if mask is None else ids[row_here][mask[row_here].bool()]
-                words, label = self.trainer.processing_class.decode(kept), name or part
+                words, label = " ".join(self.trainer.processing_class.decode(kept).split()), name or part
                 yield (f"{label}: " if label else "") + (words if len(words) < 90 else f"{words[:40]} … {words[-40:]}")
 
     def conclude(self, metrics: Any) -> Report:

@@ -61,9 +61,10 @@ class Report:
     def items(self) -> list[tuple[str, list[str]]]:
         """(title, paragraphs): the one content behind text and card."""
         growth, others = " → ".join(f"{g:.3g}" for g in self.growth[-6:]), [o.headline for o in self.others]
-        listed = lambda rows: ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
-        rows = f"rows {listed(self.rows)} (from 0; there are {self.length})" if self.rows else ""
-        examples = f"which are rows {listed(self.examples)} of the dataset" if self.examples else ""
+        listed = lambda rows: f"row{'s' * (len(rows) > 1)} " + ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
+        rows = f"{listed(self.rows)} (from 0, of {self.length})" if self.rows else ""
+        one = len(self.examples) == 1
+        examples = f"which {'is' if one else 'are'} {listed(self.examples)} of the dataset" if self.examples else ""
         batch = f"batch {self.batch} (from 0)" if self.batch is not None else ""
         texts = [f"row {row}: {text}" for row, text in self.texts.items()]
         items = {
