@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import nanlab.guard
+import nanlab.post_mortem
 import nanlab.tracing
 from nanlab.errors import InputError
 from nanlab.guard import SCALER_PATIENCE, Finding, GuardStop, replay, watch
@@ -587,10 +587,10 @@ def test_evidence_is_not_overwritten(tmp_path):
 
 
 def unwritable(monkeypatch):
-    def write(guard, event):
+    def write(*args):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(nanlab.guard, "_write_post_mortem", write)
+    monkeypatch.setattr(nanlab.post_mortem, "write", write)
 
 
 def test_a_post_mortem_that_cannot_be_written_does_not_hide_why_the_run_ends(monkeypatch, tmp_path):

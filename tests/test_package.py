@@ -19,8 +19,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = REPOSITORY / "src" / "nanlab"
 # A module may import those below its own floor. `errors` and `findings` (what a report looks like) are for everyone.
 FLOORS = (
-    {"files", "numerics", "rows", "tracing"},
-    {"losses", "metrics"},
+    {"files", "numerics", "rows", "snapshots", "tracing"},
+    {"losses", "metrics", "post_mortem"},
     {"models"},
     {"trainers", "guard", "inspection", "history"},
     {"course", "full_run", "cli", "__main__"},

@@ -18,14 +18,10 @@ norm overflows, ``clip_grad_norm_`` multiplies finite gradients by 0.
 
 from __future__ import annotations
 
-import copy
 import functools
-import json
 import logging
 import math
 import os
-import random
-import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -38,11 +34,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from nanlab import post_mortem
 from nanlab.errors import InputError
+from nanlab.post_mortem import call_again, forward_backward, named_tensors, replay, trainer_loss
+from nanlab.snapshots import Snapshot, buffer_slots, map_leaves, plain, rng_state, set_rng_state, state_slots
+
+__all__ = ["Event", "Finding", "Guard", "GuardStop", "Summary", "replay", "watch"]
 
 POLICIES = ("skip", "stop", "rollback", "raise", "off")
 SCALER_PATIENCE = 16  # 2**16, the scale that GradScaler starts with, halved 16 times is 1: no smaller one helps
-WEIGHTS_LIMIT = 256 * 2**20  # bytes: a post-mortem folder holds the weights of small models only
 LOG_TAIL = 20  # log entries in a post-mortem folder
 # TRL's collators stack the sequences of one dataset row along the batch dimension.
 SEQUENCES_PER_ROW = {
@@ -138,17 +138,9 @@ class Summary:
 # -- Finite or not ---------------------------------------------------------------------------------
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The numbers that this rank holds: a DTensor's own shard, a sparse tensor's values."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
-    return tensor._values() if tensor.is_sparse else tensor
-
-
 def _numbers(tensor: Tensor) -> Tensor:
     """The same as real numbers: a complex entry is two of them."""
-    tensor = _plain(tensor)
+    tensor = plain(tensor)
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -193,109 +185,11 @@ def _gather(item: Any) -> list:
     return items
 
 
-# -- What can be put back --------------------------------------------------------------------------
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """Python's, PyTorch's CPU and the device's random generators; no device sync."""
-    state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Undo everything that was drawn since `rng_state`."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["cpu"].cpu())
-    if "device" in state and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state["device"].cpu())
-
-
-class _Copy:
-    """A copy of tensors that sit in dicts (a module's buffers, an optimizer's state), in memory that is used again.
-
-    `slots` returns {name: (dict, key)}, asked for anew each time: a forward may put new tensors in old places.
-    """
-
-    def __init__(self, slots: Callable[[], dict[str, tuple[dict, Any]]], device: str | None = None):
-        self.slots, self.device = slots, device  # device None: each copy beside its original
-        self.tensors: dict[str, Tensor] = {}
-        self.others: dict[str, Any] = {}
-
-    @torch.no_grad()
-    def take(self) -> None:
-        live = {name: owner[key] for name, (owner, key) in self.slots().items()}
-        tensors = {name: _plain(value) for name, value in live.items() if torch.is_tensor(value)}
-        self.others = {name: copy.deepcopy(value) for name, value in live.items() if name not in tensors}
-        self.tensors = {name: self._room(name, tensor) for name, tensor in tensors.items()}
-        if tensors:
-            torch._foreach_copy_(list(self.tensors.values()), list(tensors.values()), non_blocking=True)
-
-    def _room(self, name: str, tensor: Tensor) -> Tensor:
-        held = self.tensors.get(name)
-        if held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype):
-            return held
-        device = self.device or tensor.device
-        pin = torch.device(device).type == "cpu" and tensor.device.type == "cuda"  # else the copy would wait
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pin)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for name, (owner, key) in self.slots().items():
-            if name in self.others:
-                owner[key] = copy.deepcopy(self.others[name])
-            elif name not in self.tensors:  # it did not exist yet: an optimizer's state before the first step
-                del owner[key]
-            elif torch.is_tensor(owner[key]) and _plain(owner[key]).shape == self.tensors[name].shape:
-                _plain(owner[key]).copy_(self.tensors[name])
-            else:
-                owner[key] = self.tensors[name].clone()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
-
-
-def _buffer_slots(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[dict, str]]:
-    return {
-        f"{prefix}.{key}" if prefix else key: (module._buffers, key)
-        for prefix, module in modules
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    }
-
-
-def _state_slots(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, tuple[dict, str]]:
-    return {
-        f"{key} of {name}": (optimizer.state[parameter], key)
-        for parameter, name in names.items()
-        if parameter in optimizer.state
-        for key in optimizer.state[parameter]
-    }
-
-
 # -- Batches ---------------------------------------------------------------------------------------
 
 
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` applied to every leaf of nested dicts, lists and tuples."""
-    if isinstance(value, Mapping):
-        return {key: _map(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_map(item, change) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return change(value)
-
-
 def _detached(value: Any) -> Any:
-    return _map(value, lambda leaf: leaf.detach() if torch.is_tensor(leaf) else leaf)
-
-
-def _storable(leaf: Any) -> Any:
-    if torch.is_tensor(leaf):
-        return _plain(leaf).cpu()
-    return leaf if isinstance(leaf, str | int | float | bool | None) else repr(leaf)
+    return map_leaves(value, lambda leaf: leaf.detach() if torch.is_tensor(leaf) else leaf)
 
 
 def _rows(batch: Any) -> int:
@@ -303,7 +197,7 @@ def _rows(batch: Any) -> int:
     if isinstance(batch, list) and batch and not torch.is_tensor(batch[0]):
         return len(batch)
     sizes: list[int] = []
-    _map(batch, lambda leaf: sizes.append(len(leaf)) if torch.is_tensor(leaf) and leaf.dim() else None)
+    map_leaves(batch, lambda leaf: sizes.append(len(leaf)) if torch.is_tensor(leaf) and leaf.dim() else None)
     return sizes[0] if sizes else 1
 
 
@@ -332,7 +226,7 @@ class Guard:
         self.recent: deque[tuple[int, list[Tensor]]] = deque(maxlen=LOG_TAIL)
         self.fatal = True  # a plain loop has no other way to end than an exception
         self._undo: list[Callable[[], None]] = []
-        self._good: _Copy | None = None
+        self._good: Snapshot | None = None
         self._open = self._unchecked = self._in_closure = False
 
     # Before training
@@ -348,13 +242,13 @@ class Guard:
         self.device = self._parameters[0][1].device
         self._names = {parameter: name for name, parameter in self._parameters}
         modules = list(model.named_modules())
-        self._buffers = _Copy(lambda: _buffer_slots(modules))
+        self._buffers = Snapshot(lambda: buffer_slots(modules))
         # Some buffers hold −inf on purpose (attention masks): only those that start finite are checked.
         named = [(name, owner[key]) for name, (owner, key) in self._buffers.slots().items()]
         self._finite_buffers = [name for name, buffer in named if _first_bad([(name, buffer)]) is None]
         self._open = self._unchecked = False
         if self.policy == "rollback":
-            self._good = _Copy(self._everything, None if self.keep_on == "device" else "cpu")
+            self._good = Snapshot(self._everything, None if self.keep_on == "device" else "cpu")
             self._good.take()
 
     def _everything(self) -> dict[str, tuple[dict, Any]]:
@@ -363,7 +257,7 @@ class Guard:
         parts = {
             "parameter": {name: (by_name, name) for name in by_name},
             "buffer": self._buffers.slots(),
-            "state": _state_slots(self.optimizer, self._names),
+            "state": state_slots(self.optimizer, self._names),
         }
         return {f"{part} {name}": slot for part, slots in parts.items() for name, slot in slots.items()}
 
@@ -419,7 +313,7 @@ class Guard:
         return table
 
     def _after_step(self) -> dict[str, list[tuple[str, Tensor]]]:
-        state = _state_slots(self.optimizer, self._names) if self.optimizer is not None else {}
+        state = state_slots(self.optimizer, self._names) if self.optimizer is not None else {}
         # Adam's step counter lives on the CPU and is a count: nothing to find, and a slow thing to look at.
         state = {name: owner[key] for name, (owner, key) in state.items() if key != "step"}
         return {
@@ -519,7 +413,7 @@ class Guard:
 
     def _end(self, event: Event) -> None:
         try:
-            folder = _write_post_mortem(self, event)
+            folder = self._write_post_mortem(event)
             stop = GuardStop(event, folder, f"post-mortem in {folder}")
         except Exception as error:  # a full disk, no such folder: the run still ends as it was asked to
             why = f"no post-mortem in {self.folder}: {type(error).__name__}: {error}"
@@ -529,6 +423,26 @@ class Guard:
         self.stopped = stop
         if _rank() == 0:
             logger.warning("training stops; %s", stop.post_mortem)
+
+    def _write_post_mortem(self, event: Event) -> Path:
+        """A folder of this rank."""
+        recent = [{"step": step, "loss": sum(loss.item() for loss in losses)} for step, losses in self.recent]
+        summary = {
+            "event": {**asdict(event), "report": None if event.report is None else str(event.report)},
+            "rank": _rank(),
+            "world_size": _world(),
+            "policy": self.policy,
+            "steps_seen": self.steps_seen,
+            "steps_skipped": len(self.events),
+            "rows_lost": sum(e.rows for e in self.events),
+            "events": [str(e) for e in self.events],
+        }
+        findings = [f"  rank {f.rank}: {f}" for f in event.findings]
+        report = [str(event), "", str(self.summary()), "", "Not finite:", *findings]
+        report += ["", str(event.report)] if event.report is not None else []
+        folder = self.folder / (f"step-{event.step:06d}" + (f"-rank{_rank()}" if _world() > 1 else ""))
+        log_tail = {"recent": recent, "log": self.log_tail()}
+        return post_mortem.write(folder, self._batches, self.model, log_tail, summary, report)
 
     # For a plain loop
 
@@ -595,7 +509,7 @@ class Guard:
             finally:
                 self._in_closure = False
 
-        return _map((args, kwargs), lambda leaf: functools.partial(within, leaf) if callable(leaf) else leaf)
+        return map_leaves((args, kwargs), lambda leaf: functools.partial(within, leaf) if callable(leaf) else leaf)
 
     def _call(self, *args, **kwargs) -> Tensor:
         """The loss of a recorded micro-batch, for `locate`."""
@@ -613,15 +527,15 @@ class Guard:
         late = findings[0].what in ("parameter", "optimizer state") and self._good is not None
 
         def step():
-            calls = [self._replay] if self._replay else [_call_again(self._call, b, self.device) for b in self._batches]
+            calls = [self._replay] if self._replay else [call_again(self._call, b, self.device) for b in self._batches]
             set_rng_state(self._batches[0]["rng"], self.device)
-            loss = _forward_backward(calls, self.device)
+            loss = forward_backward(calls, self.device)
             if late:
                 self.optimizer.step()
             return loss
 
         try:
-            report = locate(step, model=self.model, optimizer=self.optimizer, **_named_tensors(self._batches))
+            report = locate(step, model=self.model, optimizer=self.optimizer, **named_tensors(self._batches))
         except Exception as error:  # a run that survives its NaN must not die of the diagnosis
             logger.warning("locate could not replay the step: %s: %s", type(error).__name__, error)
             return None
@@ -647,148 +561,7 @@ class Guard:
         )
 
 
-# -- Replay and post-mortem ------------------------------------------------------------------------
-
-
-def _call_again(call: Callable, batch: Mapping, device: torch.device) -> Callable[[], Tensor]:
-    def run():
-        set_rng_state(batch["rng"], device)
-        inputs = batch["args"], batch["kwargs"]
-        args, kwargs = _map(inputs, lambda leaf: leaf.to(device) if torch.is_tensor(leaf) else leaf)
-        return call(*args, **kwargs)
-
-    return run
-
-
-def _forward_backward(calls: Iterable[Callable[[], Tensor]], device: torch.device) -> Tensor:
-    """The sum of the losses, each with its backward done: gradients add up as they did in the step."""
-    total = torch.zeros((), device=device)
-    for call in calls:
-        loss = call()
-        loss.backward()
-        total = total + loss.detach()
-    return total
-
-
-def _named_tensors(batches: Iterable[Mapping]) -> dict[str, Tensor]:
-    """The batch's own tensors under the names a reader knows them by, numbered if there are several micro-batches."""
-    named: dict[str, Tensor] = {}
-    batches = list(batches)
-    for i, batch in enumerate(batches, 1):
-        flat = dict(batch["kwargs"])
-        for j, argument in enumerate(batch["args"]):
-            flat.update(argument if isinstance(argument, Mapping) else {f"argument_{j}": argument})
-        suffix = f"_{i}" if len(batches) > 1 else ""
-        named.update({f"{key}{suffix}": value for key, value in flat.items() if torch.is_tensor(value)})
-    return {key: value for key, value in named.items() if key not in ("step", "model", "optimizer", "mode")}
-
-
-def _write_post_mortem(guard: Guard, event: Event) -> Path:
-    """A folder per rank that is whole or not there: batches, RNG, small weights, log tail, report, summary."""
-    name = f"step-{event.step:06d}" + (f"-rank{_rank()}" if _world() > 1 else "")
-    target = guard.folder / name
-    for n in range(2, 1000):  # evidence of an earlier run is not overwritten
-        if not target.exists():
-            break
-        target = guard.folder / f"{name}-{n}"
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    torch.save(_map(guard._batches, _storable), draft / "batches.pt")
-    state = guard.model.state_dict()
-    small = sum(t.nbytes for t in state.values() if torch.is_tensor(t)) <= WEIGHTS_LIMIT
-    if whole := small and not any(hasattr(t, "to_local") for t in state.values()):
-        torch.save(_map(dict(state), _storable), draft / "weights.pt")
-    recent = [{"step": step, "loss": sum(loss.item() for loss in losses)} for step, losses in guard.recent]
-    (draft / "log_tail.json").write_text(json.dumps({"recent": recent, "log": guard.log_tail()}, default=str, indent=1))
-    summary = {
-        "event": {**asdict(event), "report": None if event.report is None else str(event.report)},
-        "rank": _rank(),
-        "world_size": _world(),
-        "torch": torch.__version__,
-        "policy": guard.policy,
-        "weights": whole,
-        "micro_batches": len(guard._batches),
-        "steps_seen": guard.steps_seen,
-        "steps_skipped": len(guard.events),
-        "rows_lost": sum(e.rows for e in guard.events),
-        "events": [str(e) for e in guard.events],
-    }
-    (draft / "summary.json").write_text(json.dumps(summary, indent=1))
-    (draft / "report.txt").write_text(_report_text(guard, event, whole))
-    os.replace(draft, target)
-    return target
-
-
-def _report_text(guard: Guard, event: Event, whole: bool) -> str:
-    lines = [str(event), "", str(guard.summary()), "", "Not finite:"]
-    lines += [f"  rank {f.rank}: {f}" for f in event.findings]
-    lines += ["", str(event.report)] if event.report is not None else []
-    weights = "weights.pt" if whole else "not here (too large, or sharded): load the checkpoint of the step before"
-    lines += [
-        "",
-        f"batches.pt  {len(guard._batches)} micro-batches of this rank, with the state of the random generators",
-        f"weights     {weights}",
-        "Run it again: nanlab.guard.replay(this_folder, trainer), or replay(this_folder, call, model=model) where",
-        "call(*args, **kwargs) computes the loss of one recorded batch.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> Any:
-    """Run the batches of a post-mortem folder once more under `locate`, and return its Report.
-
-    folder: what `GuardStop.folder` names. step: a Trainer, or a callable that gets one recorded batch as the forward
-    got it (a Trainer's: the inputs dict and ``num_items_in_batch``) and returns the scalar loss. model: the module
-    that `step` uses; with a Trainer its own. Weights in the folder are loaded into the model, and stay there.
-    Gradients are dropped and the random generators put back afterwards. Raises `InputError` if the folder is not one,
-    is damaged, or holds the weights of another model.
-    """
-    folder = Path(folder)
-    if not (folder / "batches.pt").is_file():
-        raise InputError(f"replay: {folder} holds no batches.pt; give the folder that the guard named when it stopped")
-    if hasattr(step, "compute_loss"):
-        model, step = step.model, functools.partial(_trainer_loss, step)
-    if model is None:
-        raise InputError("replay: name the model: replay(folder, call, model=model)")
-    from nanlab.tracing import locate
-
-    device = next(model.parameters()).device
-    batches = _load(folder / "batches.pt", device)
-    if (folder / "weights.pt").is_file():
-        _load_weights(model, folder / "weights.pt", device)
-    calls = [_call_again(step, batch, device) for batch in batches]
-    before, training = rng_state(device), model.training
-    model.train()
-    try:
-        return locate(functools.partial(_forward_backward, calls, device), model=model, **_named_tensors(batches))
-    finally:
-        model.train(training)
-        model.zero_grad(set_to_none=True)
-        set_rng_state(before, device)
-
-
-def _load(path: Path, device: torch.device) -> Any:
-    try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # pickle, zip and PyTorch each have their own for a damaged file
-        raise InputError(f"replay: {path} is damaged ({type(error).__name__}); take another folder") from error
-
-
-def _load_weights(model: nn.Module, path: Path, device: torch.device) -> None:
-    try:
-        model.load_state_dict(_load(path, device))
-    except (RuntimeError, TypeError) as error:
-        why = " ".join(str(error).split())
-        raise InputError(f"replay: {path} does not fit this model; give the one that ran: {why:.200}") from error
-
-
 # -- In a Trainer ----------------------------------------------------------------------------------
-
-
-def _trainer_loss(trainer: Any, inputs: dict, **kwargs) -> Tensor:
-    with trainer.compute_loss_context_manager():
-        return trainer.compute_loss(trainer.model, dict(inputs), **kwargs)
 
 
 def _replace(owner: Any, name: str, new: Callable) -> Callable[[], None]:
@@ -820,7 +593,7 @@ class _TrainerLink:
         guard.fatal = False
         guard.step_number = lambda: trainer.state.global_step + 1
         guard.log_tail = lambda: trainer.state.log_history[-LOG_TAIL:]
-        guard._call = functools.partial(_trainer_loss, trainer)
+        guard._call = functools.partial(trainer_loss, trainer)
         callback = _callback(self)
         trainer.add_callback(callback)
         guard._undo += [

@@ -1,0 +1,148 @@
+"""What a run that was ended leaves behind: a folder with the failing step's batches, to run them again."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanlab.errors import InputError
+from nanlab.snapshots import map_leaves, plain, rng_state, set_rng_state
+
+WEIGHTS_LIMIT = 256 * 2**20  # bytes: the folder holds the weights of small models only
+
+
+def _storable(leaf: Any) -> Any:
+    if torch.is_tensor(leaf):
+        return plain(leaf).cpu()
+    return leaf if isinstance(leaf, str | int | float | bool | None) else repr(leaf)
+
+
+def write(
+    folder: Path, batches: list, model: nn.Module, log_tail: Mapping, summary: Mapping, report: list[str]
+) -> Path:
+    """Make a folder that is whole or not there: batches, small weights, what was logged. Returns its path.
+
+    folder: the path it should have; ``folder-2`` and so on if an earlier run has left evidence there. batches: one
+    mapping with args, kwargs and rng for each micro-batch of the step. log_tail, summary: for JSON. report: lines of
+    text.
+    """
+    free = (folder, *(folder.with_name(f"{folder.name}-{n}") for n in range(2, 1000)))
+    target = next((path for path in free if not path.exists()), free[-1])
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    torch.save(map_leaves(batches, _storable), draft / "batches.pt")
+    state = model.state_dict()
+    small = sum(t.nbytes for t in state.values() if torch.is_tensor(t)) <= WEIGHTS_LIMIT
+    if whole := small and not any(hasattr(t, "to_local") for t in state.values()):
+        torch.save(map_leaves(dict(state), _storable), draft / "weights.pt")
+    (draft / "log_tail.json").write_text(json.dumps(log_tail, default=str, indent=1))
+    more = {"torch": torch.__version__, "weights": whole, "micro_batches": len(batches)}
+    (draft / "summary.json").write_text(json.dumps({**summary, **more}, indent=1))
+    (draft / "report.txt").write_text("\n".join([*report, "", *_contents(len(batches), whole)]) + "\n")
+    os.replace(draft, target)
+    return target
+
+
+def _contents(micro_batches: int, whole: bool) -> list[str]:
+    weights = "weights.pt" if whole else "not here (too large, or sharded): load the checkpoint of the step before"
+    return [
+        f"batches.pt  {micro_batches} micro-batches of this rank, with the state of the random generators",
+        f"weights     {weights}",
+        "Run it again: nanlab.guard.replay(this_folder, trainer), or replay(this_folder, call, model=model) where",
+        "call(*args, **kwargs) computes the loss of one recorded batch.",
+    ]
+
+
+def call_again(call: Callable, batch: Mapping, device: torch.device) -> Callable[[], Tensor]:
+    def run():
+        set_rng_state(batch["rng"], device)
+        inputs = batch["args"], batch["kwargs"]
+        args, kwargs = map_leaves(inputs, lambda leaf: leaf.to(device) if torch.is_tensor(leaf) else leaf)
+        return call(*args, **kwargs)
+
+    return run
+
+
+def forward_backward(calls: Iterable[Callable[[], Tensor]], device: torch.device) -> Tensor:
+    """The sum of the losses, each with its backward done: gradients add up as they did in the step."""
+    total = torch.zeros((), device=device)
+    for call in calls:
+        loss = call()
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def named_tensors(batches: Iterable[Mapping]) -> dict[str, Tensor]:
+    """The batch's own tensors under the names a reader knows them by, numbered if there are several micro-batches."""
+    named: dict[str, Tensor] = {}
+    batches = list(batches)
+    for i, batch in enumerate(batches, 1):
+        flat = dict(batch["kwargs"])
+        for j, argument in enumerate(batch["args"]):
+            flat.update(argument if isinstance(argument, Mapping) else {f"argument_{j}": argument})
+        suffix = f"_{i}" if len(batches) > 1 else ""
+        named.update({f"{key}{suffix}": value for key, value in flat.items() if torch.is_tensor(value)})
+    return {key: value for key, value in named.items() if key not in ("step", "model", "optimizer", "mode")}
+
+
+def trainer_loss(trainer: Any, inputs: dict, **kwargs) -> Tensor:
+    with trainer.compute_loss_context_manager():
+        return trainer.compute_loss(trainer.model, dict(inputs), **kwargs)
+
+
+def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> Any:
+    """Run the batches of a post-mortem folder once more under `locate`, and return its Report.
+
+    folder: what `GuardStop.folder` names. step: a Trainer, or a callable that gets one recorded batch as the forward
+    got it (a Trainer's: the inputs dict and ``num_items_in_batch``) and returns the scalar loss. model: the module
+    that `step` uses; with a Trainer its own. Weights in the folder are loaded into the model, and stay there.
+    Gradients are dropped and the random generators put back afterwards. Raises `InputError` if the folder is not one,
+    is damaged, or holds the weights of another model.
+    """
+    folder = Path(folder)
+    if not (folder / "batches.pt").is_file():
+        raise InputError(f"replay: {folder} holds no batches.pt; give the folder that the guard named when it stopped")
+    if hasattr(step, "compute_loss"):
+        model, step = step.model, functools.partial(trainer_loss, step)
+    if model is None:
+        raise InputError("replay: name the model: replay(folder, call, model=model)")
+    from nanlab.tracing import locate
+
+    device = next(model.parameters()).device
+    batches = _load(folder / "batches.pt", device)
+    if (folder / "weights.pt").is_file():
+        _load_weights(model, folder / "weights.pt", device)
+    calls = [call_again(step, batch, device) for batch in batches]
+    before, training = rng_state(device), model.training
+    model.train()
+    try:
+        return locate(functools.partial(forward_backward, calls, device), model=model, **named_tensors(batches))
+    finally:
+        model.train(training)
+        model.zero_grad(set_to_none=True)
+        set_rng_state(before, device)
+
+
+def _load(path: Path, device: torch.device) -> Any:
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # pickle, zip and PyTorch each have their own for a damaged file
+        raise InputError(f"replay: {path} is damaged ({type(error).__name__}); take another folder") from error
+
+
+def _load_weights(model: nn.Module, path: Path, device: torch.device) -> None:
+    try:
+        model.load_state_dict(_load(path, device))
+    except (RuntimeError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise InputError(f"replay: {path} does not fit this model; give the one that ran: {why:.200}") from error

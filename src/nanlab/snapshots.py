@@ -1,0 +1,108 @@
+"""What a training step changes, and how it is put back: random generators, buffers, an optimizer's state."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The numbers that this rank holds: a DTensor's own shard, a sparse tensor's values."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Python's, PyTorch's CPU and the device's random generators; no device sync."""
+    state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Undo everything that was drawn since `rng_state`."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"].cpu())
+    if "device" in state and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["device"].cpu())
+
+
+class Snapshot:
+    """A copy of tensors that sit in dicts (a module's buffers, an optimizer's state), in memory that is used again.
+
+    `slots` returns {name: (dict, key)}, asked for anew each time: a forward may put new tensors in old places.
+    """
+
+    def __init__(self, slots: Callable[[], dict[str, tuple[dict, Any]]], device: str | None = None):
+        self.slots, self.device = slots, device  # device None: each copy beside its original
+        self.tensors: dict[str, Tensor] = {}
+        self.others: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        live = {name: owner[key] for name, (owner, key) in self.slots().items()}
+        tensors = {name: plain(value) for name, value in live.items() if torch.is_tensor(value)}
+        self.others = {name: copy.deepcopy(value) for name, value in live.items() if name not in tensors}
+        self.tensors = {name: self._room(name, tensor) for name, tensor in tensors.items()}
+        if tensors:
+            torch._foreach_copy_(list(self.tensors.values()), list(tensors.values()), non_blocking=True)
+
+    def _room(self, name: str, tensor: Tensor) -> Tensor:
+        held = self.tensors.get(name)
+        if held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype):
+            return held
+        device = self.device or tensor.device
+        pin = torch.device(device).type == "cpu" and tensor.device.type == "cuda"  # else the copy would wait
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pin)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for name, (owner, key) in self.slots().items():
+            if name in self.others:
+                owner[key] = copy.deepcopy(self.others[name])
+            elif name not in self.tensors:  # it did not exist yet: an optimizer's state before the first step
+                del owner[key]
+            elif torch.is_tensor(owner[key]) and plain(owner[key]).shape == self.tensors[name].shape:
+                plain(owner[key]).copy_(self.tensors[name])
+            else:
+                owner[key] = self.tensors[name].clone()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def buffer_slots(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[dict, str]]:
+    return {
+        f"{prefix}.{key}" if prefix else key: (module._buffers, key)
+        for prefix, module in modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+
+def state_slots(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, tuple[dict, str]]:
+    return {
+        f"{key} of {name}": (optimizer.state[parameter], key)
+        for parameter, name in names.items()
+        if parameter in optimizer.state
+        for key in optimizer.state[parameter]
+    }
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` applied to every leaf of nested dicts, lists and tuples."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [map_leaves(item, change) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return change(value)
