@@ -48,7 +48,11 @@ ROWS = {
         ["11"],
     ),
     "dpo_fp16_default": ("the same with the default optimizer", "these five", ["11"]),
-    "dpo_script_gone": ("the script of trl#1789", "arguments that are gone", ["11"]),
+    "dpo_script_gone": (
+        "the script of trl#1789; evaluation_strategy is from the article's repair",
+        "arguments that are gone",
+        ["11"],
+    ),
     "orpo_sure": ("ORPO's odds ratio, chosen answer of log-prob 0", "loss, gradient", []),
     "masked_row_library": ("left padding, mask made by transformers", "logits", []),
     "masked_row_own": ("left padding, own mask with −inf", "logits", []),

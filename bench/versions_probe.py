@@ -200,7 +200,7 @@ def dpo_default() -> dict[str, str]:
 
 
 def dpo_script() -> dict[str, str]:
-    """Arguments of the script in huggingface/trl#1789 that are unknown by now."""
+    """Arguments of the script in huggingface/trl#1789, and of an article's repair of it, that are unknown by now."""
     known = {*inspect.signature(trl.DPOConfig).parameters, *inspect.signature(trl.DPOTrainer).parameters}
     gone = [name for name in ("tokenizer", "evaluation_strategy", "max_prompt_length") if name not in known]
     return {"dpo_script_gone": ", ".join(gone) or "none"}

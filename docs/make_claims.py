@@ -21,11 +21,13 @@ ARTICLES = {
     "B": "All DPO metrics NaN after tuning Pythia-14m",
     "C": "inf and NaN in PyTorch",
 }
+UNSAID = "(Unsaid.) "
 VERDICTS = ("true", "partly", "false", "open")
 HEAD = """# What the articles claim, and what a run showed
 
 Three public articles explain NaN in PyTorch and in preference training. This is every claim in them that the course
 has found, put to a test. A claim has a verdict only where a cell or a test shows it; the others are *open*.
+*(Unsaid.)* marks what no article says, and a reader of its numbers may take for granted.
 
 Written by `python docs/make_claims.py` from `claims.json`; do not edit by hand.
 """
@@ -110,11 +112,13 @@ def render(data: dict) -> str:
 
 def _counts(claims: list[dict]) -> str:
     counts = {verdict: sum(claim["verdict"] == verdict for claim in claims) for verdict in VERDICTS}
-    return f"{len(claims)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + "."
+    unsaid = sum(claim["claim"].startswith(UNSAID) for claim in claims)
+    found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    return f"{len(claims)} claims, {unsaid} of them unsaid: {found}."
 
 
 def _row(claim: dict) -> str:
-    see = ", ".join(_link(proof) for proof in claim["proofs"])
+    see = ", ".join(dict.fromkeys(_link(proof) for proof in claim["proofs"]))  # two proofs may share a section
     cells = (
         claim["id"],
         claim["claim"],

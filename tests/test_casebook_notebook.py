@@ -122,11 +122,45 @@ def test_the_right_answer_of_every_case_is_accepted(case):
         assert grade(case, {"cause": cause or case.trap, "phase": phase, "line": number}) == dict.fromkeys(PARTS, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [("trl-4501", {4, 7, 12}), ("espnet-3237", {10, 11, 12, 14})],  # where it is made, used, and shown
+)
+def test_a_harmless_nan_may_be_named_where_it_is_made_or_first_used(name, lines):
+    case = next(case for case in CASES if case.id == name)
+    numbers = range(1, len(case.code.splitlines()) + 1)
+    for answer in ({"cause": case.trap}, {"cause": case.cause, "phase": case.phase}):
+        accepted = {n for n in numbers if all(grade(case, {**answer, "line": n}).values())}
+        assert accepted == lines
+
+
+def test_a_number_that_the_code_makes_is_not_in_the_data():
+    """hf-13758: the loss in the log is made where a metric is computed."""
+    case = next(case for case in CASES if case.id == "hf-13758")
+    assert paper_module.truth(case)[0] == ("", "prose", "finite and wrong: forward, line 11")
+    assert all(grade(case, {"cause": case.trap, "line": 11}).values())
+
+
 def test_the_hints_are_about_causes_that_exist():
     for answers, causes, text in HINTS:
         assert answers <= set(CAUSES)
         assert causes <= set(CHOICES["cause"])
         assert text
+
+
+def test_a_hint_names_no_category():
+    """What it asks holds for any case; the words of one cause or trap would give it away."""
+    told = re.compile(r"finite|slope|harmless|reach|in the log|gradient|weight", re.I)
+    for _, causes, text in HINTS:
+        if causes & {*TRAPS, "gradient_at_edge"}:
+            assert not told.search(text), text
+
+
+def test_a_hint_is_true_where_a_count_of_n_minus_1_is_zero():
+    """stable-baselines3-325: the std of one number divides by n − 1 = 0, and nothing was selected away."""
+    case = next(case for case in CASES if case.id == "stable-baselines3-325")
+    said = paper_module.sentence(case, {"cause": "empty_mean", "phase": "forward", "line": 9})
+    assert "0/0 it is, but no mean runs over nothing." in said
 
 
 # --- the paper ------------------------------------------------------------------------------------------------------
@@ -194,6 +228,7 @@ def test_the_score_names_the_weak_cause_and_its_lesson(monkeypatch, capsys):
     assert re.search(rf"^  {case.trap or case.cause}: \d of \d at once; read .*{case.lesson}\.ipynb", said, re.M)
     figure, alt = alts[-1]
     assert figure.axes[0].get_yticklabels()[0].get_text() == (case.trap or case.cause), "the weakest comes first"
+    assert "where known" in figure.axes[0].get_ylabel(), "open cases stand there by their difficulty"
     assert "1 right later" in alt
     assert sum(bar.get_width() for bar in figure.axes[0].patches) == 36
 

@@ -36,6 +36,22 @@ def test_the_page_is_what_the_data_says():
     assert page == ledger.render(DATA), "run: python docs/make_claims.py"
 
 
+def test_the_page_links_a_section_once_a_claim():
+    proof = {"notebook": "01_title", "section": "Fix", "shows": "1"}
+    claim = {"id": "A1", "claim": "x", "verdict": "true", "reason": "y", "run_on": "torch"}
+    row = ledger._row({**claim, "proofs": [proof, {**proof, "shows": "2"}, {**proof, "section": "Locate"}]})
+    assert row.count("#Fix)") == row.count("#Locate)") == 1
+    for line in ledger.render(DATA).splitlines():
+        links = re.findall(r"\[[^]]+\]\([^)]+\)", line)
+        assert len(links) == len(set(links)), line
+
+
+def test_a_claim_that_no_article_makes_is_counted_and_marked():
+    unsaid = [claim["id"] for claim in CLAIMS if claim["claim"].startswith("(Unsaid.) ")]
+    assert unsaid == ["B10", "B11"], "the article shows these numbers, and does not say what they mean"
+    assert f"{len(CLAIMS)} claims, {len(unsaid)} of them unsaid: " in ledger.render(DATA)
+
+
 def test_ids_are_unique_and_every_claim_says_what_it_was_run_on():
     ids = [claim["id"] for claim in CLAIMS]
     assert len(ids) == len(set(ids))

@@ -51,6 +51,19 @@ def greedy_equals(logits):
     return logits.argmax(-1)
 
 
+def greedy_last_row(logits):
+    if not logits[-1].amax().isfinite():
+        raise ValueError(f"row {len(logits) - 1}")
+    return logits.argmax(-1)
+
+
+def greedy_shows_the_numbers(logits):
+    for row in logits:
+        if not row.amax().isfinite():
+            raise ValueError(f"bad logits: {logits}")
+    return logits.argmax(-1)
+
+
 def test_the_right_greedy_passes(capsys):
     assert exercises.check_01_greedy(greedy_right)
     assert re.match(r"Right\. [A-Z]", capsys.readouterr().out)
@@ -65,6 +78,8 @@ def test_the_right_greedy_passes(capsys):
         (greedy_cleaned, "without a word"),
         (greedy_nameless, "name the row"),
         (greedy_equals, "without a word"),
+        (greedy_last_row, "without a word"),
+        (greedy_shows_the_numbers, "name the row"),
         (lambda logits: None, "forbidden"),
     ],
 )

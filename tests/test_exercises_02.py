@@ -74,6 +74,16 @@ def large_limit(rewards):
     return torch.where(std < 1e-3, 0.0, deviation / std)
 
 
+def limit_of_a_share(rewards):
+    deviation, std = parts(rewards)
+    return torch.where(std <= 0.01 * rewards.abs().amax(1, keepdim=True), 0.0, deviation / std)
+
+
+def limit_without_abs(rewards):
+    deviation, std = parts(rewards)
+    return torch.where(std <= 1e-5 * rewards.amax(1, keepdim=True), 0.0, deviation / std)
+
+
 def not_divided(rewards):
     return rewards - rewards.mean(1, keepdim=True)
 
@@ -98,9 +108,11 @@ def test_right_advantages_pass(answer, capsys):
         (std_equals_zero, "seven rewards of 0.1"),
         (all_equal, "one rounding step apart"),
         (tiny_limit, "seven rewards of 1000.7"),
-        (large_limit, "times 1e-6"),
+        (large_limit, "the honest group [1.0, 1.001"),
         (not_divided, "exactly 0"),
         (whole_batch, "honest group"),
+        (limit_of_a_share, "the honest group [0.7, 0.71, 0.7, 0.7]"),
+        (limit_without_abs, "seven rewards of −0.1"),
         (lambda rewards: None, "expected a tensor"),
         (lambda rewards: rewards / 0, "exactly 0"),
     ],

@@ -127,6 +127,12 @@ def nan_only(batches):
     return by_tokens([(loss, n) for loss, n in batches if not math.isinf(loss)])
 
 
+def keeps_minus_inf(batches):
+    kept = [(loss, n) for loss, n in batches if loss == loss and loss != math.inf]
+    total, left_out = sum(n for _, n in kept), sum(n for _, n in batches) - sum(n for _, n in kept)
+    return (sum(loss * n for loss, n in kept) / total if total else math.nan), left_out
+
+
 @pytest.mark.parametrize("answer", [by_tokens, with_weighted_mean])
 def test_right_merges_pass(answer, capsys):
     assert exercises.check_03_merge(answer)
@@ -143,6 +149,7 @@ def test_right_merges_pass(answer, capsys):
         (counts_batches, "tokens were left out, got 1."),
         (drops_zero, "an honest loss of 0"),
         (nan_only, "7 tokens were left out"),
+        (keeps_minus_inf, "loss −inf"),
         (lambda batches: by_tokens(batches)[0], "return a pair (loss, left_out)"),
         (lambda batches: None, "return a pair (loss, left_out)"),
         (lambda batches: (None, 0), "return a pair (loss, left_out)"),

@@ -95,6 +95,18 @@ def test_is_right_needs_every_case(left_out, capsys):
     assert "a wrong function passes" in one_line(capsys)
 
 
+def test_is_right_catches_the_notebook_s_own_zero_for_empty(capsys):
+    """Lesson 10 averages batches of equal weight, 0.0 for an empty one. Nothing else wrong gets past this test."""
+    strict = a_test_on(*CASES)
+
+    def blind(average):
+        fooled = average([(0.8, 10), (0.9, 10), (NAN, 0)]) == pytest.approx(1.7 / 3)
+        return strict(average) or (fooled and math.isnan(average([(0.8, 10), (NAN, 5)])))
+
+    assert not exercises.check_10_is_right(blind)
+    assert "0.0 for an empty batch" in one_line(capsys)
+
+
 @pytest.mark.parametrize(
     "weak",
     [

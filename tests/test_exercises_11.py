@@ -124,3 +124,11 @@ def test_vanishing_eps_wrong(wrong, capsys):
     assert not exercises.check_11_vanishing_eps(wrong)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("Not yet: ")
+
+
+def test_vanishing_eps_wants_dtypes_and_says_so(capsys):
+    assert not exercises.check_11_vanishing_eps(lambda optimizer: [str(dtype) for dtype in vanishing_eps(optimizer)])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "Not yet: AdamW, fp16, eps 1e-8: give dtypes such as torch.float16; 'torch.float16' is a str."
+    assert not exercises.check_11_vanishing_eps(lambda optimizer: None)
+    assert "a list of dtypes" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -64,6 +65,23 @@ def test_a_run_writes_what_it_returns(method, finished):
     assert list(run.seconds) == ["data", "model", "evaluate before", "train", "evaluate after"]
     assert all(0 < gb < 64 for gb in run.memory.values())
     assert [set(sample) for sample in run.samples] == [{"prompt", "before", "after"}] * 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the allocator is asked")
+def test_peak_memory_is_the_largest_so_far_and_not_the_current(monkeypatch):
+    block = torch.ones(100_000_000)
+    held = psutil.Process().memory_info().rss / 1e9
+    del block
+    assert psutil.Process().memory_info().rss / 1e9 < held - 0.3
+    assert held - 0.05 < full_run._peak_memory() < 64
+    peaks = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: SimpleNamespace(ru_maxrss=3_000_000))
+    monkeypatch.setitem(sys.modules, "resource", peaks)
+    for platform, gb in (("linux", 3.072), ("darwin", 0.003)):  # KiB, bytes
+        monkeypatch.setattr(sys, "platform", platform)
+        assert full_run._peak_memory() == pytest.approx(gb)
+    monkeypatch.setitem(sys.modules, "resource", None)  # Windows has none
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=4e9)))
+    assert full_run._peak_memory() == 4.0
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -497,7 +497,7 @@ def _trainer(how: Method, plan: dict[str, Any], folder: Path, model, tokenizer, 
         warmup_steps=plan["steps"] // 10,
         max_length=plan["max_length"],
         logging_steps=max(1, plan["steps"] // 12),
-        logging_nan_inf_filter=False,  # it writes 0.0 in place of a NaN loss
+        logging_nan_inf_filter=False,  # it puts a share of the sum so far in place of a NaN loss
         save_steps=max(1, plan["steps"] // 3),
         save_total_limit=2,
         bf16=on_gpu and _has_fast_bf16(),
@@ -539,10 +539,14 @@ class _Stages:
 def _peak_memory() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    import psutil
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
 
-    memory = psutil.Process().memory_info()
-    return getattr(memory, "peak_wset", memory.rss) / 1e9
+        return psutil.Process().memory_info().peak_wset / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes, KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def _before(folder: Path, trainer, model, tokenizer, data) -> tuple[dict[str, float], list[dict[str, str]]]:

@@ -36,12 +36,12 @@ CHOICES = {"cause": (*(c for c in CAUSES if c != "unknown"), *TRAPS), "phase": P
 LATER = {"overflow", "log_of_zero", "division_by_zero"}  # where an inf is born that becomes NaN later
 HINTS = (  # answers given, true causes, what to think about
     ({"zero_over_zero", "division_by_zero"}, {"empty_mean"}, "Does the denominator count something?"),
-    ({"empty_mean"}, {"zero_over_zero"}, "0/0 it is, but nothing is counted here."),
+    ({"empty_mean"}, {"zero_over_zero"}, "0/0 it is, but no mean runs over nothing."),
     ({"zero_times_inf", "inf_minus_inf"}, LATER, "That may come later; where does the inf come from?"),
     (set(CAUSES), {"bad_state", "bad_input"}, "Was it there before step() ran?"),
-    (set(CAUSES), {"gradient_at_edge"}, "Is the value finite, and only its slope is not?"),
-    (set(CAUSES), {"NaN and harmless"}, "Does that number reach the loss, a gradient or a weight?"),
-    (set(CAUSES), {"finite and wrong"}, "Is a NaN in the log at all?"),
+    (set(CAUSES), {"gradient_at_edge"}, "What is the last number that is still right?"),
+    (set(CAUSES), {"NaN and harmless"}, "Who reads that number afterwards?"),
+    (set(CAUSES), {"finite and wrong"}, "What should this number be?"),
 )
 STATES = {"right at once": "#10202f", "right later": "#8a97a5", "missed": "white", "open": "#e3e6ea"}
 HATCHES = {"right later": "//", "missed": "xx"}
@@ -300,7 +300,11 @@ class Paper:
             start = {topic: start[topic] + bars[topic][state] for topic in bars}
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
-        ax.set(xlabel="parts of answers (three a case: cause, phase, line)", ylabel="true cause", axisbelow=True)
+        ax.set(
+            xlabel="parts of answers (three a case: cause, phase, line)",
+            ylabel="true cause,\nwhere known",
+            axisbelow=True,
+        )
         ax.xaxis.set_major_locator(MultipleLocator(len(PARTS)))
         fig.legend(frameon=False, loc="outside upper center", ncols=4, fontsize=9)
         told = lambda bar: ", ".join(f"{bar[state]} {state}" for state in STATES if bar[state])

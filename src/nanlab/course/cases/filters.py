@@ -150,7 +150,7 @@ CASES.append(
         broken=log_losses,
         fixed=log_losses_fixed,
         reference=lambda: {"last logged loss": torch.tensor([1.8, 1.7, 1.7, 1.6]).double().mean()},
-        phase="data",
+        phase="forward",
         line="total += total / 1 + done - last_logged",
         link="https://github.com/huggingface/transformers/issues/13758",
         family="logging_filter",

@@ -255,6 +255,15 @@ CASES.append(
         cause="bad_input",
         phase="data",
         line='print(f"rewards/{name}/mean: {column.mean():.4f}")',
+        also=(
+            (
+                "bad_input",
+                "data",
+                "per_function = torch.tensor([[0.2, nan], [0.9, nan], [nan, 0.4], [nan, 0.8]])"
+                "  # each task has its own function",
+            ),
+            ("bad_input", "data", "rewards = per_function.nansum(1)"),
+        ),
         link="https://github.com/huggingface/trl/issues/4501",
         family="metric_only",
         trap="NaN and harmless",

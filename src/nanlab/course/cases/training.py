@@ -392,6 +392,11 @@ CASES.append(
         cause="overflow",
         phase="backward",
         line="scaler.scale(loss).backward()",
+        also=(
+            ("overflow", "backward", "output = head(x).half()  # as under autocast"),
+            ("overflow", "backward", "loss = (output.float() - y).square().mean()"),
+            ("overflow", "backward", "norm = nn.utils.clip_grad_norm_(head.parameters(), 5.0)"),
+        ),
         link="https://github.com/espnet/espnet/issues/3237",
         family="loss_scale",
         trap="NaN and harmless",
