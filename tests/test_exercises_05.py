@@ -115,8 +115,16 @@ def mask_with_diagonal(keep, dtype):
     return additive(causal(keep) | torch.eye(keep.shape[1], dtype=torch.bool), dtype, -float("inf"))
 
 
-def mask_with_lowest_number(keep, dtype):
+def mask_with_diagonal_and_lowest_number(keep, dtype):
+    return additive(causal(keep) | torch.eye(keep.shape[1], dtype=torch.bool), dtype, torch.finfo(dtype).min)
+
+
+def mask_with_lowest_number(keep, dtype):  # in fp16 a score of -16 or less takes it to -inf
     return additive(causal(keep), dtype, torch.finfo(dtype).min)
+
+
+def mask_with_half_the_lowest_number(keep, dtype):
+    return additive(causal(keep), dtype, torch.finfo(dtype).min / 2)
 
 
 def mask_padding_sees_all(keep, dtype):
@@ -149,7 +157,15 @@ def mask_too_weak(keep, dtype):
     return additive(causal(keep), dtype, -10.0)
 
 
-@pytest.mark.parametrize("answer", [mask_with_diagonal, mask_with_lowest_number, mask_padding_sees_all])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        mask_with_diagonal,
+        mask_with_diagonal_and_lowest_number,
+        mask_with_half_the_lowest_number,
+        mask_padding_sees_all,
+    ],
+)
 def test_a_right_mask_passes(answer, capsys):
     assert exercises.check_05_causal_mask(answer)
     assert capsys.readouterr().out.startswith("Right.")
@@ -160,6 +176,8 @@ def test_a_right_mask_passes(answer, capsys):
     [
         (mask_plain, "float32: with keep [0, 0, 1, 1, 1] query 0 gives NaN"),
         (mask_cast, "float16: with keep [0, 0, 1, 1, 1] query 0 gives NaN"),
+        (mask_with_lowest_number, "float16: with keep [0, 0, 1, 1, 1] query 0 gives NaN"),
+        (mask_with_lowest_number, "its scores are -32."),
         (mask_first_key_open, "should not see key 0"),
         (mask_without_causality, "should not see"),
         (mask_without_padding, "should not see"),

@@ -150,6 +150,26 @@ def step_that_looks_too_late(scaler, optimizer, loss):
     return after >= before
 
 
+def step_that_goes_backward_first(scaler, optimizer, loss):
+    scaler.scale(loss).backward()
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    if scaler.get_scale() < min(before, 1):
+        raise FloatingPointError("scale")
+    return scaler.get_scale() >= before
+
+
+def step_that_goes_backward_first_and_clears(scaler, optimizer, loss):
+    try:
+        return step_that_goes_backward_first(scaler, optimizer, loss)
+    finally:
+        optimizer.zero_grad(set_to_none=False)
+
+
 def step_that_tests_for_nan_only(scaler, optimizer, loss):
     if torch.isnan(loss):
         raise FloatingPointError("loss")
@@ -209,7 +229,9 @@ def step_without_the_scaler(scaler, optimizer, loss):
     return True
 
 
-@pytest.mark.parametrize("answer", [step_right, step_that_looks_at_the_gradients])
+@pytest.mark.parametrize(
+    "answer", [step_right, step_that_looks_at_the_gradients, step_that_goes_backward_first_and_clears]
+)
 def test_a_right_step_passes(answer, capsys):
     assert exercises.check_06_step(answer)
     assert capsys.readouterr().out.startswith("Right.")
@@ -223,6 +245,7 @@ def test_a_right_step_passes(answer, capsys):
         (step_that_takes_growth_for_a_skip, "expected True, got False"),
         (step_that_raises_at_each_skip, "expected False, got FloatingPointError"),
         (step_that_looks_too_late, "its scale has changed"),
+        (step_that_goes_backward_first, "a loss of inf: raise before backward"),
         (step_that_tests_for_nan_only, "a loss of inf"),
         (step_that_raises_at_any_low_scale, "healthy loss at scale 0.5"),
         (step_with_its_floor_too_high, "takes the scale to 1:"),

@@ -29,6 +29,9 @@ WRONG_TENSORS = {
         name for name, t in model.state_dict().items() if t.isnan().any() or (t == float("inf")).any()
     ],
     "parameters()": lambda model: [name for name, p in model.named_parameters() if not p.isfinite().all()],
+    "the NaN beside it": lambda model: [
+        name for name, t in tensors(model) if not (t == -float("inf")).any() and not t.isfinite().all()
+    ],
     "large and finite": lambda model: [name for name, t in tensors(model) if not abs(t.sum()) < float("inf")],
     "qualified": lambda model: [name.removeprefix("inner.") for name in bad_tensors(model)] + bad_tensors(model),
     "raised": lambda model: [name for name, t in tensors(model) if t.isnan()],

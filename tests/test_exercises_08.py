@@ -10,10 +10,21 @@ from nanlab.course import exercises
 from nanlab.numerics import masked_mean
 
 
-def cosine(a, b):
-    ok = (a.pow(2).sum() > 0) & (b.pow(2).sum() > 0)
+def cosine_if(ok, a, b):
     a, b = torch.where(ok, a, 1.0), torch.where(ok, b, 1.0)
     return torch.where(ok, (a * b).sum() / (a.norm() * b.norm()), 0.0)
+
+
+def cosine(a, b):
+    return cosine_if((a != 0).any() & (b != 0).any(), a, b)
+
+
+def cosine_in_double(a, b):
+    return cosine(a.double(), b.double())[None]
+
+
+def cosine_that_hides_a_nan(a, b):  # NaN > 0 is False
+    return cosine_if((a.pow(2).sum() > 0) & (b.pow(2).sum() > 0), a, b)
 
 
 def cosine_masked_too_late(a, b):  # finite value, NaN gradient
@@ -30,13 +41,16 @@ WRONG = {
     "an eps inside the logarithm": {"log_sigmoid": lambda x: torch.log(torch.sigmoid(x) + 1e-8)},
     "clamped": {"log_sigmoid": lambda x: torch.log(torch.sigmoid(x).clamp(min=1e-30))},
     "where after the fact": {"cosine": cosine_masked_too_late},
+    "only a is guarded": {"cosine": lambda a, b: cosine_if((a != 0).any(), a, b)},
+    "a NaN is hidden": {"cosine": cosine_that_hides_a_nan},
     "nan_to_num": {"kept_mean": lambda v, m: (v * m).nan_to_num(0.0).sum() / m.sum()},
     "mean over all": {"kept_mean": lambda v, m: torch.where(m > 0, v, 0.0).mean()},
 }
 
 
-def test_the_right_functions_pass(capsys):
-    assert exercises.check_08_functions(RIGHT)
+@pytest.mark.parametrize("right", [{}, {"cosine": cosine_in_double}])
+def test_the_right_functions_pass(right, capsys):
+    assert exercises.check_08_functions(RIGHT | right)
     assert capsys.readouterr().out.startswith("Right.")
 
 
@@ -44,6 +58,38 @@ def test_the_right_functions_pass(capsys):
 def test_wrong_functions_fail_with_a_sentence(wrong, capsys):
     assert not exercises.check_08_functions(RIGHT | wrong)
     assert next(iter(wrong)) in capsys.readouterr().out
+
+
+BROKEN = {
+    "cut off from its input": lambda x: torch.tensor(F.logsigmoid(x).tolist(), requires_grad=True),
+    "has no gradient": lambda x: F.logsigmoid(x).detach(),
+    "which is no tensor": lambda x: F.logsigmoid(x).tolist(),
+    "raises ZeroDivisionError": lambda x: 1 / 0,
+    "raises TypeError": None,
+    "gives -200.3, the right value is [-200.0, -0.3133]": lambda x: F.logsigmoid(x).sum(),
+    "log_sigmoid([-200.0, 1.0]) gives [-inf, -0.3133], the right value": lambda x: torch.log(torch.sigmoid(x)),
+    "has the gradient [0.0, 0.2689], the right one is [1.0, 0.2689]": lambda x: F.logsigmoid(
+        torch.where(x > 0, x, x.detach())
+    ),
+}
+
+
+@pytest.mark.parametrize("said", BROKEN)
+def test_a_broken_function_is_told_in_one_sentence_with_short_numbers(said, capsys):
+    assert not exercises.check_08_functions(RIGHT | {"log_sigmoid": BROKEN[said]})
+    out = capsys.readouterr().out
+    assert said in out
+    assert out.count("\n") == 1
+
+
+def test_both_arguments_are_shown(capsys):
+    assert not exercises.check_08_functions(RIGHT | WRONG["only a is guarded"])
+    assert "cosine([3.0, 0.0], [0.0, 0.0]) gives nan, the right value is 0.0." in capsys.readouterr().out
+
+
+def test_a_function_that_is_not_there_is_named(capsys):
+    assert not exercises.check_08_functions({"cosine": cosine})
+    assert "log_sigmoid is missing" in capsys.readouterr().out
 
 
 def test_phases():

@@ -16,11 +16,13 @@ def losses(model, micro_batches):
     return [(model(x) - y).square().mean() / len(micro_batches) for x, y in micro_batches]
 
 
-def step_if(fine: Callable, always_clear: bool = True, change: Callable = lambda model: None):
+def step_if(
+    fine: Callable, always_clear: bool = True, change: Callable = lambda model: None, parts_of: Callable = losses
+):
     """A step of the right form, that asks `fine(gradients, losses)`."""
 
     def step(model, optimizer, micro_batches):
-        parts = losses(model, micro_batches)
+        parts = parts_of(model, micro_batches)
         for loss in parts:
             loss.backward()
         change(model)
@@ -58,6 +60,14 @@ def says_nothing(model, optimizer, micro_batches):
     step_if(all_finite)(model, optimizer, micro_batches)
 
 
+def always_two(model, micro_batches):
+    return [(model(x) - y).square().mean() / 2 for x, y in micro_batches]
+
+
+def all_at_once(model, micro_batches):  # the same sum in another order
+    return [sum(losses(model, micro_batches[::-1]))]
+
+
 WRONG_STEPS = {
     "a NaN in the first of two": skip_the_micro_batch,
     "a NaN in the first": step_if(lambda g, parts: parts[-1].isfinite()),  # looks at the last loss only
@@ -67,11 +77,13 @@ WRONG_STEPS = {
     "should leave no trace": step_if(all_finite, change=clean),  # nan_to_num on the gradients
     "as one plain step": step_if(all_finite, change=lambda model: clip_grad_norm_(model.parameters(), 1e-3)),
     "return True": says_nothing,
+    "four good micro-batches": step_if(all_finite, parts_of=always_two),
 }
 
 
-def test_the_right_step_passes(capsys):
-    assert exercises.check_09_step(step_if(all_finite))
+@pytest.mark.parametrize("parts_of", [losses, all_at_once])
+def test_the_right_step_passes(parts_of, capsys):
+    assert exercises.check_09_step(step_if(all_finite, parts_of=parts_of))
     assert capsys.readouterr().out.startswith("Right.")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -361,6 +362,11 @@ def test_the_model_is_left_as_it_was():
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("check", SETUP_CHECKS, ids=lambda check: check.code)
+def test_a_message_about_one_thing_does_not_speak_of_several(check):
+    assert not re.search(r"\b1 (\w+ )?\w+s\b", check.finding(["a.tensor"]).message)
 
 
 def test_batch_norm_statistics_are_seen_and_not_changed():

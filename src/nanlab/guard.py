@@ -769,7 +769,7 @@ def watch(
     trainer_or_model: a Trainer before `train`, or the module that your loop calls (also wrapped in DDP).
     policy: "skip" refuses the step and goes on. "rollback" also undoes a step that has left a parameter or the
         optimizer state not finite, from a copy taken after every good step. "stop" ends the run at the first bad step;
-        in a Trainer `train` returns. "raise" raises `GuardStop` there. "off" hooks in nothing and costs nothing.
+        in a Trainer `train` returns. "raise" raises `GuardStop` there. "off" installs no hook and costs nothing.
     locate: replay a refused step at once under `nanlab.locate`; the Report is in the event.
     max_consecutive: that many refused steps in a row are a dead run, which is stopped.
     check_state: look also at buffers before, and at parameters and optimizer state after the step (a second fetch).

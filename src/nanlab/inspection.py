@@ -690,7 +690,7 @@ SETUP_CHECKS = (
     SetupCheck(
         "scaler_refuses_fp16_weights",
         _scaler_refuses,
-        "fp16=True with {count} trained tensors already in float16: GradScaler stops with 'Attempting to unscale "
+        "fp16=True with trained tensors already in float16 ({count}): GradScaler stops with 'Attempting to unscale "
         "FP16 gradients'.",
         _FP32,
         HALF,
@@ -698,7 +698,7 @@ SETUP_CHECKS = (
     SetupCheck(
         "fp16_adam_eps",
         _fp16_adam,
-        "{count} float16 tensors under an unfused Adam whose eps is 0 in float16: the first step divides 0 by 0 "
+        "Tensors in float16 ({count}) under an unfused Adam whose eps is 0 in float16: the first step divides 0 by 0 "
         "and the weights are NaN.",
         _FP32 + " The fused optimizer only hides it.",
         HALF,
@@ -706,15 +706,15 @@ SETUP_CHECKS = (
     SetupCheck(
         "fp16_adapters",
         _fp16_adapters,
-        "{count} adapter tensors are trained in float16 ({named}).",
+        "Adapter tensors that are trained in float16 ({count}): {named}.",
         "Keep adapters in float32: leave autocast_adapter_dtype=True, or cast them with .float().",
         HALF,
     ),
     SetupCheck(
         "fp16_weights",
         _fp16_weights,
-        "{count} tensors are trained in float16: small updates round away, and large values pass 65504. With the "
-        "unfused Adam they turn NaN at the first step.",
+        "Tensors that are trained in float16 ({count}): small updates round away, and large values pass 65504. With "
+        "the unfused Adam they turn NaN at the first step.",
         _FP32,
         HALF,
         "likely",
@@ -730,28 +730,28 @@ SETUP_CHECKS = (
     SetupCheck(
         "meta_weights",
         _on_meta,
-        "{count} tensors are on the meta device and hold no data: {named}.",
+        "Tensors on the meta device, which hold no data ({count}): {named}.",
         "Load the model again with from_pretrained, or initialise what to_empty() leaves.",
         DIRTY,
     ),
     SetupCheck(
         "bad_weights",
         _bad_weights,
-        "{count} weights already hold NaN or inf: {named}.",
+        "Weights that already hold NaN or inf ({count}): {named}.",
         "Load the checkpoint again, from before the run that broke it.",
         DIRTY,
     ),
     SetupCheck(
         "bad_buffers",
         _bad_buffers,
-        "{count} buffers hold NaN, inf or values they cannot have: {named}. No gradient check sees a buffer.",
+        "Buffers that hold NaN, inf or values they cannot have ({count}): {named}. No gradient check sees a buffer.",
         "Recompute or reload the buffers; for running statistics call reset_running_stats().",
         DIRTY,
     ),
     SetupCheck(
         "uninitialised_weights",
         _uninitialised,
-        "{count} weights look like memory that was never filled: {named}.",
+        "Weights that look like memory that was never filled ({count}): {named}.",
         "Check for missing keys when loading; initialise what the checkpoint lacks.",
         DIRTY,
         "likely",
@@ -759,7 +759,7 @@ SETUP_CHECKS = (
     SetupCheck(
         "dead_norm_layers",
         _dead_norms,
-        "{count} norm layers have a weight of zeros and put out only zeros: {named}.",
+        "Norm layers with a weight of zeros, which put out only zeros ({count}): {named}.",
         "Check for missing keys when loading; a norm weight starts at one.",
         DIRTY,
         "likely",
@@ -767,7 +767,7 @@ SETUP_CHECKS = (
     SetupCheck(
         "norm_eps_is_zero",
         _norm_eps,
-        "{count} norm layers have an eps that is 0 in their dtype, so a constant row gives 0/0: {named}.",
+        "Norm layers whose eps is 0 in their dtype, so that a constant row gives 0/0 ({count}): {named}.",
         "Use an eps of at least 1e-6 and compute the norm in float32.",
         HALF,
     ),
