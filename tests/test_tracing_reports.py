@@ -720,3 +720,104 @@ def test_dion_24():
 
     report = locate(step)
     assert verdict(report) == ("zero_over_zero", "optimizer", line("dion-24")), str(report)
+
+
+# -- buffers, whole numbers, settings ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("bad", [True, False])
+def test_sparseconvnet_190(bad):
+    """facebookresearch/SparseConvNet#190, pytorch/pytorch#1206: the loss is skipped, the running statistics are not."""
+    net, x = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(5, 4)
+    x[2, 3] = NAN if bad else 0.0
+
+    def step():
+        loss = net(x).mean()  # sparseconvnet-190
+        if loss.isfinite():
+            loss.backward()
+
+    report = locate(step, model=net)
+    expected = ("bad_input", "data", line("sparseconvnet-190")) if bad else ("", "", "")
+    assert verdict(report) == expected, str(report)
+    assert report.rows == [2] * bad
+
+
+def test_a_buffer_that_was_nan_on_arrival_and_reaches_nothing_is_no_finding():
+    net, x = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(5, 4)
+    net[1].running_mean.fill_(NAN)
+    assert not locate(lambda: net(x).mean().backward(), model=net).found  # in training it is written, not read
+
+
+def whole(low, high, shape):
+    return torch.randint(low, high, shape).float()
+
+
+def by_maximum():
+    """cytomining/DeepProfiler#298: a black crop."""
+    x = whole(0, 255, (2, 16))
+    x[1] = 0
+    x = x - x.amin(1, keepdim=True)
+    return x / x.amax(1, keepdim=True)  # by_maximum
+
+
+def flipped():
+    """albumentations-team/albumentations#1742: a black picture that was flipped before."""
+    x = torch.flip(torch.zeros(1, 16), (-1,))
+    return x / x.max()  # flipped
+
+
+def ndvi():
+    """danforthcenter/plantcv#1563: a pixel without data."""
+    near, red = whole(1, 4000, (2, 16)), whole(1, 4000, (2, 16))
+    near[1, 2] = red[1, 2] = 0
+    return (near - red) / (near + red)  # ndvi
+
+
+def si_sdr():
+    """csteinmetz1/auraloss#25: a silent target."""
+    estimate, silent = torch.randn(16), torch.zeros(16)
+    return torch.dot(estimate, silent) / torch.dot(silent, silent) * silent  # si_sdr
+
+
+@pytest.mark.parametrize("scaled", [by_maximum, flipped, ndvi, si_sdr])
+def test_whole_numbers_that_are_measured_are_no_counts(scaled):
+    net = nn.Linear(16, 1)
+    report = locate(lambda: net(scaled()).mean().backward(), model=net)
+    assert verdict(report) == ("zero_over_zero", "forward", line(scaled.__name__)), str(report)
+
+
+class Normalised(torch.optim.Optimizer):
+    """kozistr/pytorch_optimizer#431: a gradient divided by its norm, without an eps."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(p.grad / torch.linalg.norm(p.grad), alpha=-0.1)  # normalised
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_of_zero_in_bfloat16_has_not_underflowed(dtype):
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(dtype)
+    net[0].bias.data.fill_(-90.0)  # every unit is dead
+    optimizer, x = Normalised(net.parameters()), torch.rand(3, 4, dtype=dtype)
+
+    def step():
+        net(x).pow(2).mean().backward()
+        optimizer.step()
+
+    report = locate(step, model=net, optimizer=optimizer)
+    assert verdict(report) == ("zero_over_zero", "optimizer", line("normalised")), str(report)
+
+
+def test_a_nan_decay_of_a_moving_average_is_bad_input():
+    net, average, decay = nn.Linear(3, 1), nn.Linear(3, 1), NAN
+
+    @torch.no_grad()
+    def step():
+        for mean, p in zip(average.parameters(), net.parameters(), strict=True):
+            mean.mul_(decay).add_(p, alpha=1 - decay)  # a decay of nan
+
+    report = locate(step)
+    assert verdict(report) == ("bad_input", "data", line("a decay of nan")), str(report)
+    assert report.story[0].startswith("a number given to mul was already nan")

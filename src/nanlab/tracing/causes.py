@@ -77,9 +77,8 @@ class Birth(SimpleNamespace):
             (x, *p) for _, x, k in self.inputs if k for p in zip(x.shape[::-1], self.out.shape[::-1], strict=False)
         ]
         fits = all(a in (1, b) and x.dim() <= self.out.dim() for x, a, b in pairs)
-        simple = all(
-            t.layout is torch.strided and not t.is_complex() for t in [self.out, *(x for _, x, _ in self.inputs)]
-        )
+        tensors = [self.out, *(x for _, x, _ in self.inputs)]
+        simple = all(t.layout is torch.strided and not t.is_complex() for t in tensors)
         return torch.Tag.pointwise in getattr(self.func, "tags", ()) and fits and simple
 
     def divides_by_zero(self) -> bool:
@@ -104,9 +103,8 @@ class Birth(SimpleNamespace):
 
     def literal(self) -> str:
         """'nan', 'inf', '-inf' or '': a non-finite number written as an argument."""
-        numbers = [
-            v for a in self.named().values() for v in as_list(a) if isinstance(v, float) and not math.isfinite(v)
-        ]
+        floats = (v for a in self.named().values() for v in as_list(a) if isinstance(v, float))
+        numbers = [v for v in floats if not math.isfinite(v)]
         return "nan" if any(v != v for v in numbers) else str(max(numbers, default=""))
 
     def measured(self, x: Tensor, other: object) -> bool:
@@ -116,10 +114,10 @@ class Birth(SimpleNamespace):
         """
         if not is_float(x) or not isinstance(other, Tensor):
             return False
-        spread = is_float(other) and self.counts.made(other) in ("", "sub")
-        deviation = spread and self.counts.made(x) in ("sub", *COPIES)
-        weights = self.counts.whole(x) and self.counts.made(x) in ("clamp", *COPIES) and x.numel() > other.numel()
-        return not self.counts.made(x) or deviation or weights
+        made, by = self.counts.made(x), self.counts.made(other)
+        deviation = (made in ("sub", *COPIES) and by in ("", "sub")) or (made, by) == ("sub", "add")
+        weights = self.counts.whole(x) and made in ("clamp", *COPIES) and x.numel() > other.numel()
+        return not made or (deviation and is_float(other)) or weights
 
     def from_finite(self) -> bool:
         return not any(kind for _, _, kind in self.inputs) and not self.literal()
@@ -205,7 +203,7 @@ def _(b: Birth) -> bool:
     Keep the weights that the optimizer sees in float32 (mixed precision), or load them in bfloat16. The fused optimizer
     and an eps of 1e-4 are finite and still wrong: √v stays 0.
     """
-    lost = any(b.held(e) == 0 for e in b.eps) if b.eps else torch.finfo(b.narrowest()).bits < 32
+    lost = any(b.held(e) == 0 for e in b.eps or [torch.finfo(torch.float32).tiny])  # bfloat16 reaches as far down
     return b.phase == "optimizer" and lost and b.divides_by_zero()
 
 
@@ -245,8 +243,8 @@ def _(b: Birth) -> bool:
 
 @row("gradient_at_edge", r"", "04_log_of_zero")
 def _(b: Birth) -> bool:
-    """The value is finite but its slope is not: the function stands at an edge of its domain (√0, log 0, 0/0, acos
-    1).
+    """The loss may well be finite, but a slope on the way is not: a function stands at an edge of its domain (√0, log
+    0, acos 1).
 
     Keep the dangerous value out of the function before it is called (x = torch.where(ok, x, 1.0), or clamp), not out
     of its result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm.

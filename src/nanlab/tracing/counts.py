@@ -15,7 +15,7 @@ SELECTS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|eye|scalar_tensor").full
 KEEPS = re.compile(  # counts of counts, and parts of them, are counts
     r"(nan)?sum|mean|cumsum|b?mm|mv|dot|bincount|histc|(scatter|index)_add_?|(div|mul|add|r?sub|copy|fill|masked_fill)_?"
     r"|_to_copy|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter_?|gather|where|repeat.*|tril|triu|clamp.*"
-    r"|(max|min)(imum)?|amax|amin|cumprod|prod|nan_to_num|constant_pad_nd|.*pool.*|upsample.*|embedding"
+    r"|(max|min)imum|cumprod|prod|nan_to_num|constant_pad_nd|.*pool.*|upsample.*|embedding"
     r"|index_select|masked_select|scatter_reduce"
 ).fullmatch
 
@@ -33,7 +33,8 @@ class Counts:
             counts = bool(SELECTS(name))
             if KEEPS(name):
                 given = [t for a in args for t in as_list(a) if isinstance(t, Tensor)]
-                counts = all(map(self.whole, given)) and (name, len(given)) != ("sub", 1)  # n − 1 is none
+                none = (name, len(given)) == ("sub", 1) or (name in ("mul", "dot") and args[0] is args[1])  # n − 1, n²
+                counts = all(map(self.whole, given)) and not none
             self.written |= dict.fromkeys(map(key_of, outs), (counts, name))
         if name == "_local_scalar_dense" and out == 0:
             self.none_read = self.whole(args[0])

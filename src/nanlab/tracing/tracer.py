@@ -290,8 +290,7 @@ class Tracer(TorchDispatchMode):
             if self.stepping is not None:
                 before.setdefault(id(t), kind if key_of(t) in self.taint else "")
             inputs = [(a, x, before[id(x)] if id(x) in before else bad(x)) for a, x in case.tensors()]
-            meant = lambda a, k: a in MASKS and k == "-inf"
-            case.inputs = [(a, x, "" if meant(a, k) else k) for a, x, k in inputs if k is not None]
+            case.inputs = [(a, x, "" if a in MASKS and k == "-inf" else k) for a, x, k in inputs if k is not None]
             blame = {id(x): still_there(kind, self.blame(x, k)) for _, x, k in case.inputs if k}
             carried, parents, is_born = trace(case, blame, before)
             if is_born and born is None:
@@ -313,8 +312,9 @@ class Tracer(TorchDispatchMode):
         literal = number.strip("-") == event.kind and not read  # written in the code: a mask, a sentinel, a poison
         if literal and self.stepping is not None and event.kind in self.settings:
             return self.settings[event.kind]
-        if literal and event.phase == "forward":
-            event.cause, event.phase, event.name = "bad_input", "data", f"{CONSTANT} {event.op}"
+        if literal and (event.phase == "forward" or (moved and event.cause == "unknown")):
+            what = "a number given to" if moved else CONSTANT
+            event.cause, event.phase, event.name = "bad_input", "data", f"{what} {event.op}"
         mask = birth.where() & (torch.isnan(plain(birth.out)) if event.kind == "nan" else True)
         event.parents = () if event.cause == "empty_mean" else merge([parents, read])
         # The logarithm of 0 and 1 is a mask that will be added.
