@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -924,3 +925,24 @@ def test_the_real_locate_explains_a_bad_batch():
     assert not guard.allow_step(loss)
     assert guard.events[0].report.found
     assert guard.events[0].report.cause == "bad_input"
+
+
+def test_a_refused_step_puts_numpys_generator_back():
+    class Draws(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return self.w * x * (1.0 + np.random.rand())
+
+    model = Draws()
+    guard = watch(model)
+    np.random.seed(3)
+    before = np.random.get_state()[1].copy(), np.random.get_state()[2]
+    loss = model(torch.tensor(math.nan))
+    loss.backward()
+    assert np.random.get_state()[2] != before[1]
+    assert not guard.allow_step(loss)
+    assert (np.random.get_state()[1] == before[0]).all()
+    assert np.random.get_state()[2] == before[1]

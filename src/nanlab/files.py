@@ -15,11 +15,15 @@ Table = list[tuple[str, Any]]  # each row with its place in words, for messages
 
 
 def numbered(path: Path, rows: Iterable[Any]) -> Table:
+    """Rows with their number, from 0, as their place."""
     return [(f"{path}, row {i} (counted from 0)", row) for i, row in enumerate(rows)]
 
 
 def json_rows(path: Path) -> Table:
-    """A list of rows; also one object a line, which is JSON lines under the wrong name."""
+    """A list of rows; also one object a line, which is JSON lines under the wrong name.
+
+    Raises `InputError` with the line that is no JSON, or if the file is no list.
+    """
     try:
         rows = _loads(path.read_text(encoding="utf-8-sig"), str(path))
     except json.JSONDecodeError as error:
@@ -32,6 +36,7 @@ def json_rows(path: Path) -> Table:
 
 
 def json_lines(path: Path) -> Table:
+    """One JSON value a line; empty lines are passed over. Raises `InputError` with the line that is no JSON."""
     table: Table = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
@@ -43,6 +48,7 @@ def json_lines(path: Path) -> Table:
 
 
 def csv_table(path: Path) -> Table:
+    """Rows of a CSV file with a header, all cells text. Raises `InputError` for a row with more cells than columns."""
     table = numbered(path, csv_rows(path.read_bytes().decode("utf-8-sig")))  # as bytes: a cell keeps its line ends
     for place, row in table:
         if None in row:  # then cells stand under wrong names: a text with a comma and no quotes

@@ -32,7 +32,10 @@ from nanlab.trainers import DPOConfig, DPOTrainer, TokenTPOConfig, TokenTPOTrain
 
 
 class Method(NamedTuple):
-    """`tiny` and `pretrained` are learning rates: for the course's small model and for a real one."""
+    """`tiny` and `pretrained` are learning rates: for the course's small model and for a real one.
+
+    `won` says when a pair counts in eval_rewards/accuracies; "" for a method that scores single answers.
+    """
 
     trainer: type
     config: type
@@ -40,6 +43,7 @@ class Method(NamedTuple):
     tiny: float
     pretrained: float
     options: dict[str, Any]
+    won: str
 
 
 def _gold_as_chosen(rows):
@@ -48,8 +52,8 @@ def _gold_as_chosen(rows):
 
 
 METHODS = {
-    "tpo": Method(TPOTrainer, TPOConfig, lambda rows: rows, 3e-4, 2e-5, {"beta": 0.1}),
-    "token-tpo": Method(TokenTPOTrainer, TokenTPOConfig, to_scored, 1e-5, 1e-6, {}),
+    "tpo": Method(TPOTrainer, TPOConfig, lambda rows: rows, 3e-4, 2e-5, {"beta": 0.1}, "the better answer wins"),
+    "token-tpo": Method(TokenTPOTrainer, TokenTPOConfig, to_scored, 1e-5, 1e-6, {}, ""),
     # Without the NLL term ("sft") DPO lowers the log-prob of good answers too, as long as bad ones fall faster.
     "dpo": Method(
         DPOTrainer,
@@ -58,6 +62,7 @@ METHODS = {
         4e-5,
         5e-6,
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]},
+        "the gold answer gained on the rejected one",  # since the start; it may still be the less likely of the two
     ),
 }
 
@@ -103,6 +108,7 @@ class Run:
         ]
 
     def finite(self) -> bool:
+        """Is every number that the run has reported finite?"""
         return all(map(math.isfinite, self.numbers()))
 
     def checks(self) -> list[tuple[str, str, bool]]:
@@ -116,9 +122,9 @@ class Run:
             ("the loss fell", f"by {fell:.2f}", fell > 0),
             ("the gold answer is kept", f"{moved:+.2f} nat a token", moved > -0.1),
         ]
-        if "eval_rewards/accuracies" in after:
+        if won := METHODS[self.settings["method"]].won:
             accuracy = after["eval_rewards/accuracies"]
-            table.append(("the better answer wins", f"{accuracy:.0%} of pairs", accuracy >= 0.9))
+            table.append((won, f"{accuracy:.0%} of pairs", accuracy >= 0.9))
         return table
 
     def __str__(self) -> str:

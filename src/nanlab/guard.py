@@ -81,7 +81,7 @@ class Event:
     """One optimizer step that did not count.
 
     step: its number, from 1; in a Trainer the `global_step` under which it is logged.
-    action: "skipped", "rolled back", "stopped", "raised", or "left to the scaler".
+    action: "skipped", "rolled back", "stopped" or "raised".
     findings: what is not finite, over all ranks. rows: rows lost with the step, over all ranks.
     report: what `locate` found on this rank (None if not asked for, or if nothing showed here).
     """
@@ -786,7 +786,8 @@ def watch(
     for it counts the data. In a plain loop step the scheduler under the same ``if``.
     With a GradScaler, an inf in the scaled gradients with a finite loss is the scaler's own business; after 16 such
     steps in a row the guard ends the run and says that none has been taken.
-    Raises `InputError` for a policy or object that it does not know, and for a folder that cannot be written to.
+    Raises `InputError`, in one line, for an argument that it does not know or cannot use, for a folder that cannot be
+    written to, for a model without trainable parameters, and for DeepSpeed, which steps inside backward.
     """
     a_trainer = all(hasattr(trainer_or_model, name) for name in ("training_step", "compute_loss", "add_callback"))
     a_module = isinstance(trainer_or_model, nn.Module)

@@ -113,7 +113,8 @@ def token_policy_loss(log_probs: Tensor, advantages: Tensor, completion_mask: Te
     """Token-level policy optimization: −advantage · log-prob, summed over each row's completion tokens.
 
     This is the policy gradient of GRPO (arXiv 2402.03300) taken on-policy: with samples of the current policy the
-    probability ratio is 1, so clipping does nothing, and there is no KL term. Advantages come from
+    probability ratio is 1, so clipping does nothing, and there is no KL term. Tokens weigh alike over the batch, as in
+    DAPO (arXiv 2503.14476); GRPO divides each row by its own length first. Advantages come from
     `nanlab.numerics.group_advantages`. It shares only three letters with triple preference optimization.
 
     Args:

@@ -21,8 +21,8 @@ def completion_log_probs(
         input_ids, attention_mask, completion_mask: `[B, T]`; the last is 1 on completion tokens.
 
     Returns:
-        `[B, T - 1]`, fp32, in nats: position t holds the log-prob of token t + 1, exactly 0 where that is no
-        completion token. Such positions have no gradient, whatever the model computed there.
+        `[B, T - 1]`, fp32 (fp64 of an fp64 model), in nats: position t holds the log-prob of token t + 1, exactly 0
+        where that is no completion token. Such positions have no gradient, whatever the model computed there.
 
     The head (hidden state to vocabulary) runs on completion tokens only. Most of a step's memory is logits, and the
     prompt's are never used.

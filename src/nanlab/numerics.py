@@ -79,7 +79,7 @@ def group_advantages(rewards: Tensor, group: Tensor) -> Advantages:
 
     The std is the unbiased one (n − 1), as in TRL's GRPO. The arithmetic is fp64, scaled by the group's largest
     |reward|, so that advantages(c · r + d) = advantages(r) for c > 0 whatever the units, up to the rounding of the
-    rewards themselves.
+    rewards themselves, and unless d is so large that the spread drowns in it.
 
     A group whose std is at most a few machine epsilons of the *rewards' type*, relative to its largest |reward|,
     has no spread; its advantages are exactly 0. An eps added to the std cannot do this. It is absolute: rounding
@@ -131,7 +131,7 @@ def token_logps(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         logits: `[B, T, V]`, any float type; already shifted, so that `logits[b, t]` predicts `labels[b, t]`.
-        labels: `[B, T]`, int64; anything, -100 too, where `mask` is false.
+        labels: `[B, T]`, int32 or int64; anything, -100 too, where `mask` is false.
         mask: `[B, T]`, bool or 0/1.
 
     Returns:
@@ -143,7 +143,8 @@ def token_logps(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     the logits and their gradient (in the logits' type) only a chunk is alive. Not twice differentiable.
 
     Raises:
-        InputError: shapes do not fit, labels are not integers, or a label that is used lies outside the vocabulary.
+        InputError: shapes do not fit, labels are not int32 or int64, or a label that is used is outside the
+            vocabulary.
     """
     if logits.ndim != 3 or labels.shape != logits.shape[:2] or mask.shape != labels.shape:
         raise InputError(

@@ -63,6 +63,8 @@ def _contents(micro_batches: int, whole: bool) -> list[str]:
 
 
 def call_again(call: Callable, batch: Mapping, device: torch.device) -> Callable[[], Tensor]:
+    """A function that gives ``call`` a recorded batch, with the random generators as they were."""
+
     def run():
         set_rng_state(batch["rng"], device)
         inputs = batch["args"], batch["kwargs"]
@@ -96,6 +98,7 @@ def named_tensors(batches: Iterable[Mapping]) -> dict[str, Tensor]:
 
 
 def trainer_loss(trainer: Any, inputs: dict, **kwargs) -> Tensor:
+    """The loss of a batch as the Trainer computes it in a training step, before the backward pass."""
     with trainer.compute_loss_context_manager():
         return trainer.compute_loss(trainer.model, dict(inputs), **kwargs)
 

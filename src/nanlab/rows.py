@@ -23,7 +23,10 @@ IGNORED = -100  # the label that cross-entropy leaves out
 
 
 def length_limit(max_length: int | None, args) -> int | None:
-    """Tokens kept of a row: the argument, else `args.max_length`, else no limit (None)."""
+    """Tokens kept of a row: the argument, else `args.max_length`, else no limit (None).
+
+    Raises `InputError` for what is no whole number from 1.
+    """
     limit = max_length if max_length is not None else getattr(args, "max_length", None)
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise InputError(f"max_length is {limit!r}: give a whole number of tokens, at least 1")

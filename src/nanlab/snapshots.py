@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,8 +21,10 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Python's, PyTorch's CPU and the device's random generators; no device sync."""
-    state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    """Python's, NumPy's, PyTorch's CPU and the device's random generators; no device sync."""
+    kind, keys, *rest = np.random.get_state()
+    numpy = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)  # as a tensor it can be saved and loaded safely
+    state = {"python": random.getstate(), "numpy": numpy, "cpu": torch.get_rng_state()}
     if device.type != "cpu":
         state["device"] = torch.get_device_module(device).get_rng_state()
     return state
@@ -30,6 +33,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Undo everything that was drawn since `rng_state`."""
     random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["cpu"].cpu())
     if "device" in state and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(state["device"].cpu())
@@ -48,6 +53,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self) -> None:
+        """Copy what the slots hold now; on a GPU without waiting for it."""
         live = {name: owner[key] for name, (owner, key) in self.slots().items()}
         tensors = {name: plain(value) for name, value in live.items() if torch.is_tensor(value)}
         self.others = {name: copy.deepcopy(value) for name, value in live.items() if name not in tensors}
@@ -65,6 +71,7 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
+        """Give the slots what they held when `take` was called; a slot that did not exist then is deleted."""
         for name, (owner, key) in self.slots().items():
             if name in self.others:
                 owner[key] = copy.deepcopy(self.others[name])
@@ -77,10 +84,12 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
+        """Size of the copied tensors, in bytes."""
         return sum(t.nbytes for t in self.tensors.values())
 
 
 def buffer_slots(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[dict, str]]:
+    """Where the buffers of (name, module) pairs sit, by their qualified name."""
     return {
         f"{prefix}.{key}" if prefix else key: (module._buffers, key)
         for prefix, module in modules
@@ -90,6 +99,7 @@ def buffer_slots(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[di
 
 
 def state_slots(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, tuple[dict, str]]:
+    """Where an optimizer's state of these parameters sits: "exp_avg of head.weight"."""
     return {
         f"{key} of {name}": (optimizer.state[parameter], key)
         for parameter, name in names.items()
