@@ -141,6 +141,26 @@ def test_a_number_that_the_code_makes_is_not_in_the_data():
     assert all(grade(case, {"cause": case.trap, "line": 11}).values())
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "lines"),
+    [
+        ("deepethogram-15", {"cause": "log_of_zero", "phase": "state"}, {4, 9}),  # where it is made, and first used
+        ("deepethogram-15", {"cause": "bad_state", "phase": "state"}, {4, 9}),
+        ("nemo-rl-4161", {"cause": "finite and wrong"}, {6, 9}),  # the noise, and the quotient of thousands
+    ],
+)
+def test_a_number_may_be_named_where_it_is_made_or_where_it_does_harm(name, answer, lines):
+    case = next(case for case in CASES if case.id == name)
+    numbers = range(1, len(case.code.splitlines()) + 1)
+    assert {n for n in numbers if all(grade(case, {**answer, "line": n}).values())} == lines
+
+
+def test_the_other_paper_of_the_notebook_has_no_case_of_the_first(notebook):
+    seeds = {int(m) for cell in notebook.cells for m in re.findall(r"^seed = (\d+)$", cell.source, re.M)}
+    assert len(seeds) == 1
+    assert not {case.id for case in exam(0)} & {case.id for case in exam(*seeds)}
+
+
 def test_the_hints_are_about_causes_that_exist():
     for answers, causes, text in HINTS:
         assert answers <= set(CAUSES)

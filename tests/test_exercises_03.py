@@ -53,6 +53,23 @@ def by_rows(per_token, mask):
     return (kept.sum(1) / mask.sum(1)).mean()
 
 
+def nanmean(per_token, mask):
+    kept = per_token[mask.bool()]
+    return kept.nanmean() if len(kept) else kept.mean()
+
+
+def of_finite_tokens(per_token, mask):
+    return per_token[mask.bool() & per_token.isfinite()].mean()
+
+
+def cleaned(per_token, mask):
+    return per_token[mask.bool()].nan_to_num(0.0, 0.0).mean()
+
+
+def no_inf(per_token, mask):
+    return per_token[mask.bool() & ~per_token.isinf()].mean()
+
+
 @pytest.mark.parametrize("answer", [selected, two_steps, masked_mean])
 def test_right_losses_pass(answer, capsys):
     assert exercises.check_03_token_loss(answer)
@@ -63,7 +80,7 @@ def test_right_losses_pass(answer, capsys):
     ("answer", "hint"),
     [
         (multiplied, "inf and NaN on masked tokens"),
-        (lambda x, mask: multiplied(x.nan_to_num(posinf=0.0), mask), "without a token"),
+        (lambda x, mask: multiplied(torch.where(mask.bool(), x, x.nan_to_num(0.0, 0.0)), mask), "without a token"),
         (clamped, "inf and NaN on masked tokens"),
         (clamped_by_eps, "the best loss there is"),
         (added_eps, "a usual batch"),
@@ -71,6 +88,10 @@ def test_right_losses_pass(answer, capsys):
         (no_graph, "raised RuntimeError"),
         (by_rows, "a usual batch"),
         (lambda x, mask: x.mean(), "a usual batch"),
+        (nanmean, "a NaN on a token that counts"),
+        (of_finite_tokens, "a NaN on a token that counts"),
+        (cleaned, "a NaN on a token that counts"),
+        (no_inf, "an inf on a token that counts"),
     ],
 )
 def test_wrong_losses_fail_with_a_hint(answer, hint, capsys):
@@ -111,6 +132,11 @@ def zero_for_nothing(batches):
     return (0.0 if math.isnan(mean) else mean), left_out
 
 
+def zero_seen(batches):
+    mean, left_out = by_tokens(batches)
+    return (0.0 if batches and not any(n for _, n in batches) else mean), left_out
+
+
 def silent(batches):
     return by_tokens(batches)[0], 0
 
@@ -145,6 +171,7 @@ def test_right_merges_pass(answer, capsys):
         (of_batches, "unequal size, [(0.8, 10), (0.9, 30)]: the mean is 0.875, got 0.85."),
         (guarded, "loss NaN"),
         (zero_for_nothing, "crown a dead model"),
+        (zero_seen, "only an empty batch that says 0.0, [(0.0, 0)]: the mean is nan, got 0."),
         (silent, "5 tokens were left out, got 0."),
         (counts_batches, "tokens were left out, got 1."),
         (drops_zero, "an honest loss of 0"),

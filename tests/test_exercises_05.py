@@ -36,6 +36,14 @@ def collate_lists(rows, pad_id):
     return {"input_ids": fill(rows, pad_id), "attention_mask": fill(ones, 0), "labels": fill(rows, -100)}
 
 
+def collate_as_floats(*names):  # torch.zeros, torch.full_like and the like, without a dtype
+    def collate(rows, pad_id):
+        batch = collate_right(rows, pad_id)
+        return {name: value.float() if name in names else value for name, value in batch.items()}
+
+    return collate
+
+
 def collate_by_id(rows, pad_id):
     ids = padded(rows, pad_id)
     return batch_of(ids, ids != pad_id)
@@ -72,7 +80,7 @@ def collate_first_padding_counts(rows, pad_id):  # "count one eos": right only w
     return batch_of(ids, keep, counted)
 
 
-@pytest.mark.parametrize("answer", [collate_right, collate_lists])
+@pytest.mark.parametrize("answer", [collate_right, collate_lists, collate_as_floats("attention_mask")])
 def test_a_right_collate_passes(answer, capsys):
     assert exercises.check_05_collate(answer)
     assert capsys.readouterr().out.startswith("Right.")
@@ -87,6 +95,8 @@ def test_a_right_collate_passes(answer, capsys):
         (collate_padding_learned, "a pad token of its own: labels"),
         (collate_left, "input_ids"),
         (collate_first_padding_counts, "labels"),
+        (collate_as_floats("input_ids"), "input_ids holds floats"),
+        (collate_as_floats("labels"), "labels holds floats"),
         (lambda rows, pad_id: {"input_ids": padded(rows, pad_id)}, "attention_mask is missing"),
         (lambda rows, pad_id: batch_of(padded(rows[:2], pad_id), by_length(rows[:2])), "should be"),
         (lambda rows, pad_id: None, "AttributeError"),
@@ -153,8 +163,8 @@ def mask_without_padding(keep, dtype):
     return additive(causal(torch.ones_like(keep)), dtype, torch.finfo(dtype).min)
 
 
-def mask_too_weak(keep, dtype):
-    return additive(causal(keep), dtype, -10.0)
+def mask_of(low):
+    return lambda keep, dtype: additive(causal(keep), dtype, low)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +174,7 @@ def mask_too_weak(keep, dtype):
         mask_with_diagonal_and_lowest_number,
         mask_with_half_the_lowest_number,
         mask_padding_sees_all,
+        mask_of(-1e4),
     ],
 )
 def test_a_right_mask_passes(answer, capsys):
@@ -181,7 +192,9 @@ def test_a_right_mask_passes(answer, capsys):
         (mask_first_key_open, "should not see key 0"),
         (mask_without_causality, "should not see"),
         (mask_without_padding, "should not see"),
-        (mask_too_weak, "its weight is off"),
+        (mask_of(-10.0), "its weight is off"),
+        (mask_of(-30.0), "its weight is off"),
+        (mask_of(-100.0), "its weight is off"),
         (lambda keep, dtype: mask_with_diagonal(keep, torch.float32), "expected torch.float16"),
         (lambda keep, dtype: mask_with_diagonal(keep, dtype)[:, None], "of shape [4, 5, 5]"),
         (lambda keep, dtype: None, "expected a tensor"),

@@ -65,6 +65,18 @@ def tune_with_decay(prompt, gradients, lr):  # torch's default decay, too small 
     return master.detach().half()
 
 
+def tune_clipped(prompt, gradients, lr):
+    return steps(prompt.float(), [g.float() / max(g.float().norm().item(), 1.0) for g in gradients], lr=lr).half()
+
+
+def tune_with_amsgrad(prompt, gradients, lr):
+    return steps(prompt.float(), gradients, lr=lr, amsgrad=True).half()
+
+
+def tune_with_other_betas(prompt, gradients, lr):
+    return steps(prompt.float(), gradients, lr=lr, betas=(0.9, 0.99)).half()
+
+
 @pytest.mark.parametrize("answer", [tune_right, tune_in_double])
 def test_a_right_tune_passes(answer, capsys):
     assert exercises.check_06_tune(answer)
@@ -82,6 +94,9 @@ def test_a_right_tune_passes(answer, capsys):
         (tune_with_decay, "a large value"),
         (tune_in_bfloat16, "not right"),
         (tune_returns_the_master, "expected fp16"),
+        (tune_clipped, "a large gradient, then 100 small ones"),
+        (tune_with_amsgrad, "a large gradient, then 100 small ones"),
+        (tune_with_other_betas, "not right"),
         (lambda prompt, gradients, lr: None, "expected a tensor"),
         (lambda prompt, gradients, lr: prompt[5], "IndexError"),
     ],
@@ -134,6 +149,24 @@ def step_that_takes_growth_for_a_skip(scaler, optimizer, loss):
     if after < min(before, 1):
         raise FloatingPointError("scale")
     return after == before
+
+
+def step_that_asks_for_growth(scaler, optimizer, loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    before, after = scaled(scaler, optimizer, loss)
+    if after < min(before, 1):
+        raise FloatingPointError("scale")
+    return after > before
+
+
+def step_that_raises_below_1_without_a_skip(scaler, optimizer, loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError("loss")
+    before, after = scaled(scaler, optimizer, loss)
+    if after < 1:
+        raise FloatingPointError("scale")
+    return after >= before
 
 
 def step_that_raises_at_each_skip(scaler, optimizer, loss):
@@ -211,6 +244,10 @@ def step_that_looks_at_the_gradients(scaler, optimizer, loss):
     return finite
 
 
+def step_that_returns_a_tensor(scaler, optimizer, loss):
+    return torch.tensor(step_right(scaler, optimizer, loss))
+
+
 def step_that_keeps_gradients(scaler, optimizer, loss):
     if not torch.isfinite(loss):
         raise FloatingPointError("loss")
@@ -230,7 +267,13 @@ def step_without_the_scaler(scaler, optimizer, loss):
 
 
 @pytest.mark.parametrize(
-    "answer", [step_right, step_that_looks_at_the_gradients, step_that_goes_backward_first_and_clears]
+    "answer",
+    [
+        step_right,
+        step_that_looks_at_the_gradients,
+        step_that_goes_backward_first_and_clears,
+        step_that_returns_a_tensor,
+    ],
 )
 def test_a_right_step_passes(answer, capsys):
     assert exercises.check_06_step(answer)
@@ -243,6 +286,9 @@ def test_a_right_step_passes(answer, capsys):
         (step_plain, "expected False, got True"),
         (step_without_floor, "takes the scale to 0.5"),
         (step_that_takes_growth_for_a_skip, "expected True, got False"),
+        (step_that_asks_for_growth, "unchanged scale: expected True, got False"),
+        (step_that_raises_below_1_without_a_skip, "healthy loss at scale 0.25: expected True"),
+        (lambda *given: float(step_right(*given)), "expected True, got 1.0"),
         (step_that_raises_at_each_skip, "expected False, got FloatingPointError"),
         (step_that_looks_too_late, "its scale has changed"),
         (step_that_goes_backward_first, "a loss of inf: raise before backward"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanlab import locate
 from nanlab.course import exercises
 from nanlab.numerics import masked_mean
 
@@ -15,12 +16,18 @@ def cosine_if(ok, a, b):
     return torch.where(ok, (a * b).sum() / (a.norm() * b.norm()), 0.0)
 
 
-def cosine(a, b):
+def cosine_in_fp32(a, b):  # the square of a small number is 0 in fp32
     return cosine_if((a != 0).any() & (b != 0).any(), a, b)
 
 
-def cosine_in_double(a, b):
-    return cosine(a.double(), b.double())[None]
+def cosine(a, b):
+    return cosine_in_fp32(a.double(), b.double())
+
+
+def cosine_by_the_largest(a, b):
+    ok = (a != 0).any() & (b != 0).any()
+    a, b = torch.where(ok, a, 1.0), torch.where(ok, b, 1.0)
+    return torch.where(ok, F.cosine_similarity(a / a.abs().max().detach(), b / b.abs().max().detach(), dim=0), 0.0)
 
 
 def cosine_that_hides_a_nan(a, b):  # NaN > 0 is False
@@ -41,14 +48,20 @@ WRONG = {
     "an eps inside the logarithm": {"log_sigmoid": lambda x: torch.log(torch.sigmoid(x) + 1e-8)},
     "clamped": {"log_sigmoid": lambda x: torch.log(torch.sigmoid(x).clamp(min=1e-30))},
     "where after the fact": {"cosine": cosine_masked_too_late},
+    "clamped before": {"log_sigmoid": lambda x: F.logsigmoid(x.clamp(min=-500))},
+    "right for large numbers only": {"log_sigmoid": lambda x: torch.where(x < 0, x, F.logsigmoid(x))},
+    "squares in fp32": {"cosine": cosine_in_fp32},
     "only a is guarded": {"cosine": lambda a, b: cosine_if((a != 0).any(), a, b)},
     "a NaN is hidden": {"cosine": cosine_that_hides_a_nan},
     "nan_to_num": {"kept_mean": lambda v, m: (v * m).nan_to_num(0.0).sum() / m.sum()},
+    "every finite number": {"kept_mean": lambda v, m: torch.where(v.isinf(), 0.0, v).sum() / (~v.isinf()).sum()},
+    "only -inf is left out": {"kept_mean": lambda v, m: (v.masked_fill(v == -torch.inf, 0.0) * m).sum() / m.sum()},
+    "a counted -inf is clamped": {"kept_mean": lambda v, m: masked_mean(v.clamp(min=-1e4), m)},
     "mean over all": {"kept_mean": lambda v, m: torch.where(m > 0, v, 0.0).mean()},
 }
 
 
-@pytest.mark.parametrize("right", [{}, {"cosine": cosine_in_double}])
+@pytest.mark.parametrize("right", [{}, {"cosine": lambda a, b: cosine(a, b)[None]}, {"cosine": cosine_by_the_largest}])
 def test_the_right_functions_pass(right, capsys):
     assert exercises.check_08_functions(RIGHT | right)
     assert capsys.readouterr().out.startswith("Right.")
@@ -98,3 +111,19 @@ def test_phases():
     for name in right:
         assert not exercises.check_08_phases(right | {name: "forward"})
     assert not exercises.check_08_phases({})
+
+
+def test_the_phase_of_log1p_is_that_of_the_first_bad_number_that_reached_anything(capsys):
+    assert not exercises.check_08_phases({"log1p": "forward"})
+    said = capsys.readouterr().out
+    assert "log1p(−1) is −inf in forward" in said
+    assert "its gradient" in said
+
+    log_prob = torch.zeros(1, requires_grad=True)  # a token of probability 1
+    log_odds = log_prob - torch.log1p(-log_prob.exp())
+    assert log_odds.item() == torch.inf
+    loss = -F.logsigmoid(log_odds).mean()
+    assert loss.isfinite()
+    assert not torch.autograd.grad(loss, log_prob)[0].isfinite()
+    step = lambda: (-F.logsigmoid(log_prob - torch.log1p(-log_prob.exp())).mean()).backward()
+    assert locate(step, weight=log_prob).phase == "backward"

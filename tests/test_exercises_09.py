@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +27,7 @@ def step_if(
         for loss in parts:
             loss.backward()
         change(model)
-        taken = bool(fine([p.grad for p in model.parameters()], parts))
+        taken = bool(fine([p.grad for p in model.parameters() if p.requires_grad], parts))
         if taken:
             optimizer.step()
         if taken or always_clear:
@@ -53,11 +54,26 @@ def skip_the_micro_batch(model, optimizer, micro_batches):
 
 def clean(model):
     for p in model.parameters():
-        torch.nan_to_num_(p.grad, 0.0, 0.0, 0.0)
+        if p.grad is not None:
+            torch.nan_to_num_(p.grad, 0.0, 0.0, 0.0)
 
 
 def says_nothing(model, optimizer, micro_batches):
     step_if(all_finite)(model, optimizer, micro_batches)
+
+
+def forgets_frozen_parameters(model, optimizer, micro_batches):
+    for loss in losses(model, micro_batches):
+        loss.backward()
+    taken = all(bool(p.grad.isfinite().all()) for p in model.parameters())
+    if taken:
+        optimizer.step()
+    optimizer.zero_grad()
+    return taken
+
+
+def returns_a_tensor(model, optimizer, micro_batches):
+    return torch.tensor(step_if(all_finite)(model, optimizer, micro_batches))
 
 
 def always_two(model, micro_batches):
@@ -77,13 +93,15 @@ WRONG_STEPS = {
     "should leave no trace": step_if(all_finite, change=clean),  # nan_to_num on the gradients
     "as one plain step": step_if(all_finite, change=lambda model: clip_grad_norm_(model.parameters(), 1e-3)),
     "return True": says_nothing,
+    "it raised AttributeError: 'NoneType'": forgets_frozen_parameters,
+    "return True, not 1.0": lambda *given: float(step_if(all_finite)(*given)),
     "four good micro-batches": step_if(all_finite, parts_of=always_two),
 }
 
 
-@pytest.mark.parametrize("parts_of", [losses, all_at_once])
-def test_the_right_step_passes(parts_of, capsys):
-    assert exercises.check_09_step(step_if(all_finite, parts_of=parts_of))
+@pytest.mark.parametrize("step", [step_if(all_finite), step_if(all_finite, parts_of=all_at_once), returns_a_tensor])
+def test_the_right_step_passes(step, capsys):
+    assert exercises.check_09_step(step)
     assert capsys.readouterr().out.startswith("Right.")
 
 
@@ -105,6 +123,11 @@ def without_nan(values):
     return {"loss": sum(rest) / len(rest) if rest else math.nan, "not_finite": len(values) - len(rest)}
 
 
+def middle(values):  # the median, which is the mean of two, and of three that are evenly spaced
+    finite = [v for v in values if math.isfinite(v)]
+    return statistics.median(finite) if finite else math.nan
+
+
 WRONG_ENTRIES = {
     "leave out": lambda values: {
         "loss": sum(v if math.isfinite(v) else 0.0 for v in values) / len(values),
@@ -113,6 +136,10 @@ WRONG_ENTRIES = {
     "not inf": without_nan,  # NaN only
     "best loss ever": lambda values: log_entry(values, empty=0.0),
     "'not_finite'": lambda values: {"loss": log_entry(values)["loss"]},
+    "for [1.0, 2.0, nan, 6.0]": lambda values: log_entry(values) | {"loss": middle(values)},
+    "for [-0.5, 1.0] the loss should be 0.25, not 1.0: it is the mean": lambda values: (
+        log_entry(values) | {"loss": log_entry([v for v in values if not v < 0])["loss"]}
+    ),
     "you count 0": lambda values: log_entry(values) | {"not_finite": 0},
 }
 

@@ -108,6 +108,12 @@ def one_weight_a_group(optimizer):
     return [dtype for dtype, eps in pairs if eps and torch.tensor(eps, dtype=dtype) == 0]
 
 
+def last_group_wins(optimizer):
+    for group in optimizer.param_groups:
+        found = set(vanishing_eps(optimizer, slice(None))) & {p.dtype for p in group["params"]}
+    return found
+
+
 def test_vanishing_eps_right(capsys):
     assert exercises.check_11_vanishing_eps(vanishing_eps)
     assert capsys.readouterr().out.startswith("Right.")
@@ -117,7 +123,7 @@ def test_vanishing_eps_right(capsys):
     "wrong",
     [
         every_fp16, below_the_smallest_normal, forgets_fused, needs_an_eps, needs_a_key_of_its_own, one_weight_a_group,
-        lambda optimizer: vanishing_eps(optimizer, slice(1)), lambda optimizer: [],
+        lambda optimizer: vanishing_eps(optimizer, slice(1)), last_group_wins, lambda optimizer: [],
     ],
 )  # fmt: skip
 def test_vanishing_eps_wrong(wrong, capsys):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DataCollatorForLanguageModeling,
     GemmaConfig,
     GemmaForCausalLM,
     GPTNeoXConfig,
@@ -409,6 +410,17 @@ def test_fast_and_slow_tokenizers_agree_whatever_was_called_before():
     fast = look(rows, used, max_length=30)
     assert slow.to_dict() == fast.to_dict()
     assert fast.codes == ["truncated_away", "truncated_partly", "all_unk"]
+
+
+def test_of_an_answer_of_unk_or_pad_ids_a_collator_leaves_at_most_the_eos():
+    tokenizer = make_tokenizer()
+    (finding,) = look(pairs(chosen=PAD * 3), tokenizer)
+    assert finding.message.endswith("leaves at most the eos to learn from.")
+    ids = tokenizer(PAD * 3)["input_ids"]
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    for end, left in (([], 0), ([tokenizer.eos_token_id], 1)):
+        labels = collator([{"input_ids": ids + end}])["labels"]
+        assert (labels != -100).sum() == left
 
 
 # ---------------------------------------------------------------------------------------------------------------- clean

@@ -311,7 +311,8 @@ ROW_CHECKS = (
     RowCheck(
         "all_unk",
         _all_unk,
-        "{rows}: an answer is made of unk or pad ids only. A collator that masks by id leaves no label.",
+        "{rows}: an answer is made of unk or pad ids only. A collator that masks by id leaves at most the eos to "
+        "learn from.",
         "Use a tokenizer that knows the script, or drop the rows: findings.clean(rows).",
         UNK,
     ),

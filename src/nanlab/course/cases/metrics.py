@@ -320,6 +320,7 @@ CASES.append(
         reference=leave_one_out_reference,
         phase="forward",
         line="variance = (sum(rewards**2) - rewards**2) / 7 - mean**2",
+        also=(("", "forward", 'return {"advantages": torch.where(spread > 0, advantages / spread, advantages)}'),),
         link="https://github.com/NVIDIA-NeMo/RL/pull/4161",
         family="zero_std_0_0",
         trap="finite and wrong",

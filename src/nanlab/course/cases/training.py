@@ -477,6 +477,7 @@ CASES.append(
                 "state",
                 "head.bias = nn.Parameter((counts[:, 0] / counts[:, 1]).log())  # start from the base rates",
             ),
+            ("log_of_zero", "state", "logits = head(features)"),
         ),
         link="https://github.com/jbohnslav/deepethogram/issues/15",
         family="bad_weights",
