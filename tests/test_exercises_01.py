@@ -64,8 +64,30 @@ def greedy_shows_the_numbers(logits):
     return logits.argmax(-1)
 
 
-def test_the_right_greedy_passes(capsys):
-    assert exercises.check_01_greedy(greedy_right)
+def greedy_names_all(logits):
+    bad = (~logits.amax(-1).isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(f"rows {bad}: no most likely token")
+    return logits.argmax(-1)
+
+
+def greedy_one_bad_row(logits):
+    bad = (~logits.amax(-1).isfinite()).nonzero()
+    if len(bad):
+        raise ValueError(f"row {bad.item()}")  # fails where two rows are bad
+    return logits.argmax(-1)
+
+
+def greedy_silent_when_all_are_bad(logits):
+    bad = (~logits.amax(-1).isfinite()).nonzero().flatten().tolist()
+    if bad and len(bad) < len(logits):
+        raise ValueError(f"row {bad[0]}")
+    return logits.argmax(-1)
+
+
+@pytest.mark.parametrize("answer", [greedy_right, greedy_names_all])
+def test_the_right_greedy_passes(answer, capsys):
+    assert exercises.check_01_greedy(answer)
     assert re.match(r"Right\. [A-Z]", capsys.readouterr().out)
 
 
@@ -80,6 +102,8 @@ def test_the_right_greedy_passes(capsys):
         (greedy_equals, "without a word"),
         (greedy_last_row, "without a word"),
         (greedy_shows_the_numbers, "name the row"),
+        (greedy_one_bad_row, "a dead model"),
+        (greedy_silent_when_all_are_bad, "a dead model"),
         (lambda logits: None, "forbidden"),
     ],
 )
@@ -111,6 +135,8 @@ def test_the_right_bad_gradients_passes(capsys):
         (lambda g: g is not None and not g.sum().isfinite(), "was reported"),
         (lambda g: g is None or not g.isfinite().all(), "was reported"),
         (lambda g: g is not None and not torch.isfinite(g).any(), "was not found"),
+        (lambda g: g is not None and (g.isnan() | (g == float("inf"))).any(), "-inf, 3.0] is bad and was not found"),
+        (lambda g: g is not None and not g.amax().isfinite(), "-inf, 3.0] is bad and was not found"),
     ],
 )
 def test_wrong_bad_gradients_are_told_why(bad, hint, capsys):

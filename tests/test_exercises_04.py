@@ -39,6 +39,8 @@ def test_a_right_log1mexp_passes(answer, capsys):
         (lambda x: (-x.exp()).log1p(), "value"),
         (lambda x: (-x.expm1()).log(), "value"),
         (log1mexp_where_after, "gradient is nan"),
+        (lambda x: log1mexp_right(x.clamp(max=-1e-30)), "at x = 0:"),
+        (lambda x: log1mexp_right(x).clamp(min=-60), "at x = 0:"),
         (lambda x: log1mexp_where_after(x).nan_to_num(), "gradient is nan"),
         (lambda x: log1mexp_right(x.detach()), "raised"),
         (lambda x: log1mexp_right(x).sum(), "shape"),
@@ -72,6 +74,11 @@ def entropy_by_hand(logits):
     return -(log_p.exp() * log_p).sum(-1)
 
 
+def entropy_with_eps(logits):  # the eps is small beside p = 0.1, and not beside 1 / 150,000
+    p = logits.softmax(-1)
+    return -(p * (p + 1e-8).log()).sum(-1)
+
+
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
@@ -84,6 +91,7 @@ def entropy_by_hand(logits):
         (lambda x: entropy_right(x).mean(), "value"),
         (entropy_by_hand, "logits of 1000"),
         (lambda x: entropy_right(x) / torch.tensor(2.0).log(), "ordinary logits"),  # in bits
+        (entropy_with_eps, "150,000 tokens"),
     ],
 )
 def test_a_wrong_entropy_is_told_where(answer, hint, capsys):
@@ -91,3 +99,9 @@ def test_a_wrong_entropy_is_told_where(answer, hint, capsys):
     out = capsys.readouterr().out
     assert out.startswith("Not yet:")
     assert hint in out
+
+
+def test_the_message_shows_the_digits_that_are_wrong(capsys):
+    assert not exercises.check_04_entropy(lambda x: entropy_right(x) + 3e-5)
+    got, right = re.search(r"is \[(.+)\], and should be \[(.+)\]", capsys.readouterr().out).groups()
+    assert got != right

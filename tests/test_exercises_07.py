@@ -68,6 +68,33 @@ def silent(features, targets):
     return features[good], targets[good], int((~good).sum())
 
 
+def raising_where(what):
+    """`clean_batch`, but `what` decides whether there is a ValueError: an empty batch may go through."""
+
+    def answer(features, targets):
+        good = features.isfinite().all(1) & targets.isfinite()
+        if what(features, targets):
+            raise ValueError("no row is finite")
+        return features[good], targets[good], int((~good).sum())
+
+    return answer
+
+
+ONLY_SOME_EMPTY_BATCHES = {
+    "[[nan, 2.0], [1.0, inf]]": raising_where(lambda f, t: not f.isfinite().any()),
+    "the targets [nan, -inf]": raising_where(lambda f, t: not f.isfinite().all(1).any()),
+    "[[nan, nan], [nan, nan]]": raising_where(lambda f, t: not t.isfinite().any()),
+}
+
+
+@pytest.mark.parametrize("hint", ONLY_SOME_EMPTY_BATCHES)
+def test_every_kind_of_empty_batch_must_raise(hint, capsys):
+    assert not exercises.check_07_clean_batch(ONLY_SOME_EMPTY_BATCHES[hint])
+    out = capsys.readouterr().out
+    assert "came back empty" in out
+    assert hint in out
+
+
 def by_sum(features, targets):
     good = features.sum(1).isfinite() & targets.isfinite()
     return features[good], targets[good], int((~good).sum())

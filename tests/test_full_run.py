@@ -149,23 +149,58 @@ WORSE = {
     "the gold answer is kept": {"gold": -2.3},
     "the better answer wins": {"eval_rewards/accuracies": 0.8},
 }
+TPO = {"method": "tpo"}
 
 
 @pytest.mark.parametrize("what", WORSE)
 def test_the_acceptance_table_can_fail(what):
     before = {**GOOD, "eval_loss": 2.0}
-    good = Run({}, before, GOOD, {}, [], [])
+    good = Run(TPO, before, GOOD, {}, [], [])
     assert [passed for *_, passed in good.checks()] == [True] * 5
-    bad = Run({}, before, {**GOOD, **WORSE[what]}, {}, [], [])
+    bad = Run(TPO, before, {**GOOD, **WORSE[what]}, {}, [], [])
     what = what.split(",")[0]
     assert {name: passed for name, _, passed in bad.checks()}[what] is False
     assert f"FAIL  {what}" in str(bad)
     assert "FAIL" not in str(good)
 
 
+PAIRS = {"tpo": ["the better answer wins"], "token-tpo": [], "dpo": ["the gold answer gained on the rejected one"]}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_acceptance_table_says_what_a_pair_counts_as(method):
+    """DPO counts a pair whose margin grew since the start, also while the gold answer is the less likely one."""
+    after = {k: v for k, v in GOOD.items() if PAIRS[method] or "rewards" not in k}
+    table = Run({"method": method}, {**GOOD, "eval_loss": 2.0}, after, {}, [], []).checks()
+    assert [what for what, value, _ in table if "pairs" in value] == PAIRS[method]
+
+
+@torch.no_grad()
+def test_under_dpo_a_pair_counts_when_its_margin_grew(finished):
+    run, folder, _ = finished["dpo"]
+    start, tokenizer = full_run._load(folder / "start")
+    end, _ = full_run._load(Path(full_run._last_checkpoint(folder)))
+    rows = load_preferences()["held_out"].select(range(6))
+    before, after = ([_margin(model, tokenizer, row) for row in rows] for model in (start, end))
+    grown = [a > b for a, b in zip(after, before, strict=True)]
+    assert run.after["eval_rewards/accuracies"] == pytest.approx(sum(grown) / 6)
+    assert any(grown)
+    assert max(after) < 0  # the gold answer of each pair is the longer one, and the less likely
+
+
+def _margin(model, tokenizer, row):
+    """How much likelier the gold answer is than the rejected one, in nats."""
+    prompt, logps = tokenizer(row["prompt"])["input_ids"], []
+    for column in ("reference", "rejected"):
+        ids = torch.tensor([[*prompt, *tokenizer(row[column])["input_ids"], tokenizer.eos_token_id]])
+        log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        logps.append(log_probs[len(prompt) - 1 :].sum().item())
+    return logps[0] - logps[1]
+
+
 def test_columns_of_the_table_stand_apart():
     small = {**GOOD, "eval_loss": -3.642e-4}
-    lines = str(Run({}, small, small, {}, [], [])).splitlines()
+    lines = str(Run(TPO, small, small, {}, [], [])).splitlines()
     assert lines[1].split() == ["eval_loss", "-0.0003642", "-0.0003642"]
     assert {len(line) for line in lines[: 1 + len(GOOD)]} == {len(lines[0])}
 
@@ -582,7 +617,7 @@ def test_the_command_prints_the_table_or_json_and_tells_by_its_status(tmp_path, 
     def train(method, **options):
         asked.append((method, options["model"], options["steps"], options["size"], options["memory_gb"]))
         options["report"]("a stage")
-        return Run({}, {**GOOD, "eval_loss": 2.0}, after, {}, [], [])
+        return Run({"method": method}, {**GOOD, "eval_loss": 2.0}, after, {}, [], [])
 
     monkeypatch.setattr(full_run, "train_and_evaluate", train)
     arguments = ["run", "--method", "dpo", "--model", "m", "--steps", "5", "--scale", "full", "--memory-gb", "2.5"]

@@ -58,7 +58,7 @@ def result(folder: Path) -> dict:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_bar_at_tiny_scale(method, seed, tmp_path):
-    """On held-out facts: the better answer wins in nine of ten pairs, and the gold answer is not unlearned."""
+    """On held-out facts: nine of ten pairs are won (TPO) or gained on (DPO), and the gold answer is not unlearned."""
     run = train_and_evaluate(method, output=tmp_path, size="tiny", seed=seed, report=lambda line: None)
     assert all(math.isfinite(v) for metrics in (run.before, run.after, run.traps) for v in metrics.values())
     assert run.after["eval_loss"] < run.before["eval_loss"]

@@ -51,7 +51,20 @@ def _problem_01_greedy(greedy) -> str:
             return f"row {place} holds {what}: raise a ValueError; this came: {type(error).__name__}: {error}"
         else:
             return f"row {place} holds {what}, and its token came out as {int(tokens[place])} without a word."
-    return ""
+    return _problem_with_a_dead_model(greedy)
+
+
+def _problem_with_a_dead_model(greedy) -> str:
+    import torch
+
+    try:
+        greedy(torch.full((3, 4), float("nan")))
+    except ValueError as error:
+        named = re.search(r"(?<![\d.])[012](?!\d|\.\d)", str(error))
+        return "" if named else f"a dead model, three rows of NaN: name one of the rows; the error says {str(error)!r}."
+    except Exception as error:
+        return f"a dead model, three rows of NaN: raise a ValueError; this came: {type(error).__name__}: {error}"
+    return "a dead model, three rows of NaN, went through without a word."
 
 
 def check_01_bad_gradients(bad_gradients) -> bool:
@@ -66,14 +79,14 @@ def _problem_01_bad_gradients(bad_gradients) -> str:
     inf, nan = float("inf"), float("nan")
     gradients = {  # the last is finite, though its sum overflows
         "fine": [1.0, 2.0, 3.0], "one_nan": [1.0, nan, 3.0], "all_nan": [nan] * 3, "one_inf": [1.0, 2.0, inf],
-        "opposite": [-inf, 0.0, inf], "unused": None, "large": [3e38, 3e38, 3e38],
+        "minus_inf": [1.0, -inf, 3.0], "opposite": [-inf, 0.0, inf], "unused": None, "large": [3e38, 3e38, 3e38],
     }  # fmt: skip
     model = torch.nn.Module()
     for name, gradient in gradients.items():
         parameter = torch.nn.Parameter(torch.zeros(3))
         parameter.grad = None if gradient is None else torch.tensor(gradient)
         model.register_parameter(name, parameter)
-    expected = ["one_nan", "all_nan", "one_inf", "opposite"]
+    expected = ["one_nan", "all_nan", "one_inf", "minus_inf", "opposite"]
     try:
         found = list(bad_gradients(model))
     except Exception as error:
@@ -204,6 +217,8 @@ def _problem_03_token_loss(token_loss) -> str:
     cases = [  # what, per-token losses, mask, value
         ("a usual batch", [[1.0, 2.0, 7.0], [6.0, 7.0, 7.0]], usual, 3.0),
         ("inf and NaN on masked tokens", [[1.0, 2.0, inf], [6.0, nan, 7.0]], usual, 3.0),
+        ("a NaN on a token that counts", [[1.0, nan, 7.0], [6.0, 7.0, 7.0]], usual, nan),
+        ("an inf on a token that counts", [[1.0, 2.0, 7.0], [inf, 7.0, 7.0]], usual, inf),
         ("a batch without a token", [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], empty, nan),
         ("no token, and inf under the mask", [[1.0, 2.0, inf], [4.0, 5.0, 6.0]], empty, nan),
     ]
@@ -221,9 +236,9 @@ def _problem_03_token_loss(token_loss) -> str:
         if not torch.allclose(gradient, correct):
             shown = [[[_short(x) for x in row] for row in tensor] for tensor in (correct, gradient)]
             return f"{what}: the gradient should be {shown[0]}, got {shown[1]}."
-        if expected != expected and value == 0:
+        if not mask.any() and value == 0:
             return f"{what}: it reports 0.0, the best loss there is. Nothing was seen, so the value is NaN."
-        if not (abs(value - expected) < 1e-6 or (value != value and expected != expected)):
+        if not (value == expected or abs(value - expected) < 1e-6 or (value != value and expected != expected)):
             return f"{what}: the value should be {expected}, got {_short(value)}."
     return ""
 
@@ -245,6 +260,7 @@ def _problem_03_merge(merge) -> str:
         ("a batch of 3 tokens with loss −inf", [(-inf, 3), (0.8, 10), (0.9, 30)], (0.875, 3)),
         ("an honest loss of 0", [(0.0, 10), (0.8, 10)], (0.4, 0)),
         ("only a NaN of 5 tokens", [(nan, 5)], (nan, 5)),
+        ("only an empty batch that says 0.0", [(0.0, 0)], (nan, 0)),
         ("no batch at all", [], (nan, 0)),
     ]
     for what, batches, (mean, left_out) in cases:
@@ -291,7 +307,10 @@ def _problem_04_log1mexp(log1mexp) -> str:
         if wrong.any():
             i = int(wrong.nonzero()[0])
             return f"at x = {exact[i]:.3g} the {what} is {got[i]:.4g}, and should be {expected[i]:.4g}."
-    return ""
+    at_zero, trouble = _tensor_of(lambda: log1mexp(torch.zeros(1)))
+    if not trouble and not at_zero.isneginf().all():
+        trouble = f"the value is {at_zero.tolist()}, and should be [-inf]."
+    return f"at x = 0: {trouble}" if trouble else ""
 
 
 def check_04_entropy(entropy) -> bool:
@@ -321,9 +340,12 @@ def _problem_04_entropy(entropy) -> str:
             return f"{name}: it raised {type(error).__name__}: {error}"
         for what, got, right in (("value", value.detach(), expected), ("gradient", slope, slope_64)):
             if got.shape != right.shape or not torch.allclose(got.double(), right, atol=1e-5):
-                shown = [[round(v, 3) for v in torch.atleast_1d(t)[0].reshape(-1).tolist()] for t in (got, right)]
+                shown = [[round(v, 6) for v in torch.atleast_1d(t)[0].reshape(-1).tolist()] for t in (got, right)]
                 return f"{name}, {row}: the {what} is {shown[0]}, and should be {shown[1]}."
-    return ""
+    flat, trouble = _tensor_of(lambda: entropy(torch.zeros(1, 150_000)))
+    if not trouble and not torch.allclose(flat, torch.tensor(150_000.0).log(), rtol=0, atol=1e-4):
+        trouble = f"the value is {flat.tolist()}, and should be log(150000) = 11.9184."
+    return f"150,000 tokens, all equally likely: {trouble}" if trouble else ""
 
 
 # --- 06 fp16 overflow -----------------------------------------------------------------------------------------------
@@ -337,12 +359,13 @@ def check_06_tune(tune) -> bool:
 def _problem_06_tune(tune) -> str:
     import torch
 
-    some = torch.tensor([0.0, 1e-4, 0.1])
+    some, large = torch.tensor([0.0, 1e-4, 0.1]), torch.tensor([8.0, 4.0, 2.0])
     cases = {  # what: first value, gradients, learning rate
         "one step with gradients 0, 0.0001 and 0.1": (0.0, [some], 1e-2),
         "a gradient, then three of 0": (0.0, [some, some * 0, some * 0, some * 0], 1e-3),
         "200 small steps": (1.0, [some + 1e-3] * 200, 1e-4),
         "a large value, which a weight decay would shrink": (100.0, [some + 1e-3] * 100, 1e-2),
+        "a large gradient, then 100 small ones": (0.0, [large, *[some + 0.1] * 100], 1e-3),
     }
     for what, (start, gradients, lr) in cases.items():
         exact = torch.full((3,), start, dtype=torch.float64, requires_grad=True)
@@ -377,31 +400,47 @@ def check_06_step(step) -> bool:
 def _problem_06_step(step) -> str:
     inf = float("inf")
     through_half = lambda w: w.half().float().sum()  # a gradient above 65504 becomes inf on its way back
+    healthy = lambda w: w.sum()
     sequences = [  # what, first scale, one (loss of the weight, expected result, weight after it) for each call
-        ("two healthy steps", 1024.0, [(lambda w: w.sum(), True, 0.75), (lambda w: w.sum(), True, 0.5)]),
+        ("two healthy steps", 1024.0, [(healthy, True, 0.75), (healthy, True, 0.5)]),
         ("a gradient that overflows once", 2.0**16, [(through_half, False, 1.0), (through_half, True, 0.75)]),
         ("a loss of inf", 1024.0, [(lambda w: w.sum() * inf, FloatingPointError, 1.0)]),
         ("a loss of NaN", 1024.0, [(lambda w: w.sum() * inf * 0, FloatingPointError, 1.0)]),
-        ("a healthy loss at scale 0.5", 0.5, [(lambda w: w.sum(), True, 0.75)]),
+        ("a healthy loss at scale 0.5", 0.5, [(healthy, True, 0.75)]),
         ("an overflow that takes the scale to 1", 2.0, [(lambda w: through_half(w) * 1e5, False, 1.0)]),
         ("an overflow that takes the scale to 0.5", 1.0, [(lambda w: through_half(w) * 1e5, FloatingPointError, 1.0)]),
     ]
     for what, scale, calls in sequences:
         if problem := _try_06_step(step, scale, calls):
             return f"{what}: {problem}"
+    steady = [  # torch's default: a healthy step leaves the scale as it is, but for one in 2000
+        ("two healthy steps at an unchanged scale", 1024.0, [(healthy, True, 0.75), (healthy, True, 0.5)]),
+        ("a healthy loss at scale 0.25", 0.25, [(healthy, True, 0.75)]),
+    ]
+    for what, scale, calls in steady:
+        if problem := _try_06_step(step, scale, calls, growth_interval=2000):
+            return f"{what}: {problem}"
     return ""
 
 
-def _try_06_step(step, scale: float, calls: list) -> str:
+def _plain_bool(result):
+    """A tensor of one bool is as good an answer as a bool; anything else is left as it is."""
+    import torch
+
+    one_bool = isinstance(result, torch.Tensor) and result.dtype == torch.bool and result.numel() == 1
+    return bool(result) if one_bool else result
+
+
+def _try_06_step(step, scale: float, calls: list, growth_interval: int = 1) -> str:
     import torch
 
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.25)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
     for number, (loss, expected, after) in enumerate(calls, start=1):
         before = scaler.get_scale()
         try:
-            result = step(scaler, optimizer, loss(weight))
+            result = _plain_bool(step(scaler, optimizer, loss(weight)))
         except FloatingPointError:
             result = FloatingPointError
         except Exception as error:
@@ -430,12 +469,17 @@ def check_08_functions(answers: dict) -> bool:
     t = lambda *values: torch.tensor(values, requires_grad=True)
     tasks = (  # (name, arguments, which of them gets the gradient, value, gradient), from float64 and pencil
         ("log_sigmoid", (t(-200.0, 1.0),), (-200.0, -0.31326169), (1.0, 0.26894142)),
+        ("log_sigmoid", (t(-1000.0, -1.0),), (-1000.0, -1.31326169), (1.0, 0.73105858)),
         ("cosine", (t(3.0, 0.0), torch.tensor([1.0, 1.0])), 0.70710678, (0.0, 0.23570226)),
         ("cosine", (t(0.0, 0.0), torch.tensor([1.0, 1.0])), 0.0, (0.0, 0.0)),
         ("cosine", (t(3.0, 0.0), torch.tensor([0.0, 0.0])), 0.0, (0.0, 0.0)),
+        ("cosine", (t(1e-30, 0.0), torch.tensor([1.0, 1.0])), 0.70710678, None),  # its square is 0 in fp32
         ("cosine", (t(torch.nan, 1.0), torch.tensor([1.0, 1.0])), torch.nan, None),
         ("kept_mean", (t(-1.0, -3.0, -torch.inf), torch.tensor([1.0, 1.0, 0.0])), -2.0, (0.5, 0.5, 0.0)),
+        ("kept_mean", (t(-1.0, -3.0, -5.0), torch.tensor([1.0, 1.0, 0.0])), -2.0, (0.5, 0.5, 0.0)),
+        ("kept_mean", (t(-1.0, -3.0, torch.nan), torch.tensor([1.0, 1.0, 0.0])), -2.0, (0.5, 0.5, 0.0)),
         ("kept_mean", (t(torch.nan, -3.0), torch.ones(2)), torch.nan, None),  # a NaN that counts must not be hidden
+        ("kept_mean", (t(-torch.inf, -3.0), torch.ones(2)), -torch.inf, None),  # and no −inf
     )
     for name, args, value, slope in tasks:
         if name not in answers:
@@ -481,10 +525,11 @@ def _numbers(values):
 
 
 def check_08_phases(answer: dict[str, str]) -> bool:
-    """Exercise 08.2: the phase in which each of three bad numbers was born."""
+    """Exercise 08.2: the phase in which each first bad number that reached a loss, gradient or weight was born."""
     right = {"log1p": "backward", "adam": "optimizer", "row": "data"}
     hints = {
-        "log1p": "its loss was finite, so the forward pass made nothing bad.",
+        "log1p": "log1p(−1) is −inf in forward, but the sigmoid swallows it: the loss is finite. The first bad number "
+        "that reached anything is its gradient.",
         "adam": "losses and gradients were fine, and the weights were not after the step.",
         "row": "it was there before the first operation.",
     }
@@ -573,13 +618,21 @@ def _problem_07_clean_batch(clean_batch) -> str:
         return "the rows kept are not the good ones, unchanged and in order."
     if dropped != 4:
         return f"4 rows were dropped, you report {dropped}."
-    try:
-        clean_batch(torch.full((2, 2), nan), torch.ones(2))
-    except ValueError:
-        return ""
-    except Exception as error:
-        return f"a batch without a good row should raise ValueError, not {type(error).__name__}."
-    return "a batch without a good row came back empty; the mean of nothing is NaN (lesson 03). Raise ValueError."
+    hopeless = [
+        ([[nan, nan], [nan, nan]], [1.0, 1.0]),
+        ([[nan, 2.0], [1.0, inf]], [1.0, 1.0]),
+        ([[1.0, 2.0], [3.0, 4.0]], [nan, -inf]),
+    ]
+    for features, targets in hopeless:
+        what = f"a batch without a good row (the features {features}, the targets {targets})"
+        try:
+            clean_batch(torch.tensor(features), torch.tensor(targets))
+        except ValueError:
+            continue
+        except Exception as error:
+            return f"{what} should raise ValueError, not {type(error).__name__}."
+        return f"{what} came back empty; the mean of nothing is NaN (lesson 03). Raise ValueError."
+    return ""
 
 
 # --- 05 unk and pad -------------------------------------------------------------------------------------------------
@@ -604,6 +657,8 @@ def _problem_05_collate(collate) -> str:
             wanted = [body + [fill] * (width - len(body)) for body in bodies]
             if name not in batch:
                 return f"{name} is missing; there is {sorted(batch)}."
+            if name != "attention_mask" and any(isinstance(x, float) for row in batch[name] for x in row):
+                return f"{what}: {name} holds floats; an embedding and a loss take integer ids."
             for number, (got, want) in enumerate(zip(batch[name], wanted, strict=False)):
                 if [int(x) for x in got] != want:
                     return f"{what}: {name} of the row {rows[number]} should be {want}, got {[int(x) for x in got]}."
@@ -624,7 +679,7 @@ def _problem_05_causal_mask(causal_mask) -> str:
     keep = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 1]])
     real = keep.bool()[:, :, None]  # queries that count
     allowed = torch.ones(5, 5).tril().bool() & keep.bool()[:, None, :]
-    scores = torch.linspace(-1, 1, 100).reshape(4, 5, 5) + 16 * ~allowed  # what must not be seen is tempting
+    scores = torch.linspace(-1, 1, 100).reshape(4, 5, 5) + 200 * ~allowed  # what must not be seen is tempting
     scores[~allowed.any(-1)] = -32.0  # in fp16 the lowest number and this are -inf
     exact = scores.double().masked_fill(~allowed, -float("inf")).softmax(-1).masked_fill(~real, 0)
     for dtype in (torch.float32, torch.float16):
@@ -822,6 +877,7 @@ def _problem_11_vanishing_eps(vanishing_eps) -> str:
         "SGD, fp16": (SGD(weights(half), lr=0.1), set()),
         "AdamW, weights in fp32 and fp16": (AdamW(weights(single, half)), {half}),
         "AdamW, the second of two groups": (AdamW(groups(float32=1e-8, float16=1e-8)), {half}),
+        "AdamW, the first of two groups": (AdamW(groups(float16=1e-8, float32=1e-8)), {half}),
         "AdamW, two groups with an eps of their own": (AdamW(groups(float32=1e-8, float16=1e-4)), set()),
     }
     for what, (optimizer, expected) in cases.items():
@@ -875,7 +931,7 @@ def _problem_09_step(step) -> str:
             twin_optimizer.step()
             reference = _state_09(twin, twin_optimizer)
         try:
-            result = step(model, optimizer, micro_batches)
+            result = _plain_bool(step(model, optimizer, micro_batches))
         except Exception as error:
             return f"{what}: it raised {type(error).__name__}: {error}"
         found = _state_09(model, optimizer)
@@ -895,10 +951,11 @@ def _problem_09_step(step) -> str:
 
 
 def _model_09(warm_up: list):
-    """A linear model and an AdamW with a past: one good step, then weights that make the cases come out."""
+    """A linear model with a frozen parameter, and an AdamW with a past: one good step, then weights for the cases."""
     import torch
 
     model = torch.nn.Linear(2, 1)
+    model.frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)  # its grad is None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[0.3, -0.2]]))
@@ -919,9 +976,9 @@ def _accumulate_09(model, micro_batches) -> None:
 def _state_09(model, optimizer) -> dict:
     named = {name: p.detach() for name, p in model.named_parameters()}
     slots = {
-        f"{slot} of {name}": optimizer.state[p][slot]
+        f"{slot} of {name}": value
         for name, p in model.named_parameters()
-        for slot in optimizer.state[p]
+        for slot, value in optimizer.state.get(p, {}).items()
     }
     return named | slots
 
@@ -934,7 +991,8 @@ def check_09_log_entry(log_entry) -> bool:
 def _problem_09_log_entry(log_entry) -> str:
     inf, nan = float("inf"), float("nan")
     cases = [([2.0, 4.0], 3.0, 0), ([2.0, nan, 4.0], 3.0, 1), ([2.0, inf], 2.0, 1), ([-inf, 2.0, nan, 4.0], 3.0, 2)]
-    for losses, mean, count in [*cases, ([nan, nan], nan, 2), ([0.0], 0.0, 0)]:
+    cases += [([1.0, 2.0, nan, 6.0], 3.0, 1), ([-0.5, 1.0], 0.25, 0), ([nan, nan], nan, 2), ([0.0], 0.0, 0)]
+    for losses, mean, count in cases:
         try:
             entry = dict(log_entry(list(losses)))
         except Exception as error:
@@ -943,7 +1001,8 @@ def _problem_09_log_entry(log_entry) -> str:
             return f"the entry lacks {sorted(missing)[0]!r}; without it nobody sees what the mean left out."
         loss = float(entry["loss"])
         if not (loss == mean or (loss != loss and mean != mean)):
-            why = "an invented 0.0 would be the best loss ever" if mean != mean else "leave out what is not finite"
+            why = "leave out what is not finite" if count else "it is the mean of all that are finite"
+            why = "an invented 0.0 would be the best loss ever" if mean != mean else why
             return f"for {losses} the loss should be {mean}, not {loss}: {why}."
         if entry["not_finite"] != count:
             return f"in {losses} {count} are not finite, you count {entry['not_finite']}."
