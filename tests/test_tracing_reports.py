@@ -821,3 +821,89 @@ def test_a_nan_decay_of_a_moving_average_is_bad_input():
     report = locate(step)
     assert verdict(report) == ("bad_input", "data", line("a decay of nan")), str(report)
     assert report.story[0].startswith("a number given to mul was already nan")
+
+
+# -- two faults in one tensor, constants, fast paths -------------------------------------------------------------------
+ZERO_OVER_ZERO = {
+    "zeros": lambda w: torch.zeros(3) / torch.zeros(3),
+    "zeros_like": lambda w: torch.zeros_like(w) / torch.zeros_like(w),
+    "a difference": lambda w: (w - w) / torch.full((3,), 0.0),
+    "a Python number": lambda w: torch.zeros(3) / 0,
+    "a spread by a mean": lambda w: torch.zeros(3).std() / torch.zeros(3).mean(),
+}
+
+
+@pytest.mark.parametrize("made", ZERO_OVER_ZERO)
+def test_constants_to_which_nothing_was_added_are_no_mean(made):
+    w = leaf(1.0, 2.0, 3.0)
+    report = locate(lambda: (ZERO_OVER_ZERO[made](w) * w).sum().backward())
+    assert (report.cause, report.phase) == ("zero_over_zero", "forward"), str(report)
+
+
+GUARDS = {
+    "where": lambda ratio, numerator: torch.where(numerator == 0, 0.0, ratio).sum(),
+    "nanmean": lambda ratio, numerator: ratio.nanmean(),
+    "nan_to_num": lambda ratio, numerator: ratio.nan_to_num(nan=0.0, posinf=INF).sum(),
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_of_two_faults_in_one_division_the_guarded_one_is_not_blamed(guard):
+    numerator, denominator = torch.tensor([1.0, 0.0, 2.0, 3.0]), torch.tensor([2.0, 0.0, 0.0, 1.0])
+
+    def step():
+        ratio = numerator / denominator  # nan in row 1, inf in row 2
+        return GUARDS[guard](ratio, numerator)
+
+    report = locate(step)
+    assert verdict(report) == ("division_by_zero", "forward", line("nan in row 1, inf in row 2")), str(report)
+    assert (report.kind, report.rows) == ("inf", [2])
+
+
+def test_of_many_events_the_deliberate_ones_are_forgotten_first():
+    encoder, sequences = nn.Linear(4, 1), [torch.randn(2 + i % 3, 4) for i in range(12)]
+
+    def step():
+        rows = [encoder(sequence).squeeze(-1) for sequence in sequences]
+        rows[11] = torch.log(rows[11] * 0)  # the last of twelve
+        padded = torch.stack([F.pad(row, (0, 5 - len(row)), value=-INF) for row in rows])
+        (padded[:, 0].logsumexp(0) - padded[11, 0]).backward()
+
+    report = locate(step)
+    assert verdict(report) == ("log_of_zero", "forward", line("the last of twelve")), str(report)
+
+
+def test_a_weight_normalised_in_place_inside_forward_is_forward():
+    class Normalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2, 3))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.w.div_(self.w.norm(dim=1, keepdim=True))  # normalised in forward
+            return x @ self.w.T
+
+    net, x = Normalised(), torch.randn(4, 3)
+    report = locate(lambda: net(x).sum().backward(), model=net)
+    assert verdict(report) == ("zero_over_zero", "forward", line("normalised in forward")), str(report)
+
+
+def test_a_row_of_padding_in_the_fast_path_of_attention_is_a_masked_row():
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(3, 4, 8)
+    padding = torch.zeros(3, 4, dtype=torch.bool)
+    padding[1] = True
+
+    @torch.no_grad()
+    def step():
+        return attention(x, x, x, key_padding_mask=padding, need_weights=False)[0].sum()  # a row of padding
+
+    report = locate(step, model=attention)
+    assert verdict(report) == ("masked_row", "forward", line("a row of padding")), str(report)
+
+
+@pytest.mark.parametrize("reduce", [torch.mean, torch.sum])
+def test_minus_inf_that_is_a_mean_is_no_mask(reduce):
+    right = torch.tensor([1.0, 0.0, 1.0])
+    report = locate(lambda: reduce(right.log()))  # a likelihood of zero
+    assert verdict(report) == ("log_of_zero", "forward", line("a likelihood of zero")), str(report)

@@ -248,3 +248,29 @@ def test_a_nan_that_marks_a_gap_in_an_evaluation_is_no_finding(make):
     trainer.compute_metrics = lambda p: {"score": float(np.nanmean(p.predictions))}
     report = locate(trainer, mode="eval")
     assert not report.found, str(report)
+
+
+def test_labels_of_a_class_that_are_all_masked_have_rows(make):
+    class Classes(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            return F.cross_entropy(model(inputs["x"], inputs["labels"].clamp(min=0))["logits"], inputs["labels"])
+
+    rows = [{"x": i, "labels": -100 if i in (2, 3) else i % 3} for i in range(8)]
+    report = locate(make(Classes, rows=rows))
+    assert (report.cause, report.batch, report.rows, report.examples) == ("empty_mean", 1, [0, 1], [2, 3]), str(report)
+
+
+def test_a_bad_number_in_a_nested_input_has_a_row_of_the_dataset(make):
+    class Pairs(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            return (model.emb(inputs["x"]).sum(-1) * inputs["rejected"]["w"]).mean()
+
+    def collate(rows):
+        weights = torch.tensor([NAN if row["x"] == 3 else 1.0 for row in rows])
+        return {"x": torch.tensor([row["x"] for row in rows]), "rejected": {"w": weights}}
+
+    trainer = make(Pairs, remove_unused_columns=False)
+    trainer.data_collator = collate
+    report = locate(trainer)
+    assert (report.cause, report.batch, report.rows, report.examples) == ("bad_input", 1, [1], [3]), str(report)
+    assert report.op == "batch rejected['w']"

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanlab.tracing.counts import LARGEST
+from nanlab.tracing.counts import LARGEST, SELECTS
 from nanlab.tracing.values import as_list, bad_mask, is_float, plain
 
 CONSTANT = "a constant in"  # how the name of a number begins that is written in the code
 COPIES = ("cat", "clone", "stack", "index", "gather", "_to_copy")
-MASKS = ("attn_mask", "attn_bias")  # a −inf in these is meant
-SOFTMAX = r"softmax|logsumexp|attention"
+MASKS = ("attn_mask", "attn_bias", "mask")  # a −inf in these is meant
+SOFTMAX = r"softmax|logsumexp|attention|encoder_layer"
 DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
 MODULO = r"remainder|fmod"  # by 0, of any number
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
@@ -110,14 +110,17 @@ class Birth(SimpleNamespace):
     def measured(self, x: Tensor, other: object) -> bool:
         """Is x / other no mean of a selection, although ``other`` holds whole numbers?
 
-        Then x came in as it is, or is a deviation by a given spread or by a range, or weights by their own sum.
+        Then x came in as it is, or is a deviation by a given spread or by a range, or weights by their own sum, or one
+        of them is a constant to which nothing was added.
         """
-        if not is_float(x) or not isinstance(other, Tensor):
-            return False
-        made, by = self.counts.made(x), self.counts.made(other)
+        made = self.counts.made(x) if is_float(x) else "sum"
+        if not isinstance(other, Tensor):
+            return bool(made in ("", "sub") or SELECTS(made)) and x.dim() > 0
+        by = self.counts.made(other)
         deviation = (made in ("sub", *COPIES) and by in ("", "sub")) or (made, by) == ("sub", "add")
         weights = self.counts.whole(x) and made in ("clamp", *COPIES) and x.numel() > other.numel()
-        return not made or (deviation and is_float(other)) or weights
+        fixed = made in ("std", "var") or any(SELECTS(self.counts.made(t)) and t.dim() for t in (x, other))
+        return not made or (deviation and is_float(other)) or weights or fixed
 
     def from_finite(self) -> bool:
         return not any(kind for _, _, kind in self.inputs) and not self.literal()
@@ -203,7 +206,8 @@ def _(b: Birth) -> bool:
     Keep the weights that the optimizer sees in float32 (mixed precision), or load them in bfloat16. The fused optimizer
     and an eps of 1e-4 are finite and still wrong: √v stays 0.
     """
-    lost = any(b.held(e) == 0 for e in b.eps or [torch.finfo(torch.float32).tiny])  # bfloat16 reaches as far down
+    # Without an eps it is the range that counts: bfloat16 reaches as far down as float32.
+    lost = any(b.held(e) == 0 for e in b.eps or [torch.finfo(torch.float32).tiny])
     return b.phase == "optimizer" and lost and b.divides_by_zero()
 
 
@@ -215,7 +219,7 @@ def _(b: Birth) -> bool:
     torch.finfo(dtype).min in place of −inf gives no NaN in float32, but a mean over what was masked; in float16, and
     where two masks are added, it can be −inf again.
     """
-    mask, x, dim = b.get("attn_mask", "attn_bias"), b.get("self"), b.get("dim")
+    mask, x, dim = b.get(*MASKS), b.get("self"), b.get("dim")
     if isinstance(mask, Tensor):
         return bool((~mask if mask.dtype is torch.bool else mask.isneginf()).all(-1).any())
     return isinstance(x, Tensor) and x.numel() > 0 and bool(x.isneginf().all(-1 if dim is None else dim).any())

@@ -52,8 +52,9 @@ class Event(Report):
 
 
 def merge(groups: Iterable[Iterable[Event]]) -> tuple[Event, ...]:
-    """The events of several groups, each once, the earliest first, and not more than eight."""
-    return tuple(sorted({id(e): e for events in groups for e in events}.values(), key=lambda e: e.n)[:8])
+    """The events of several groups, each once, the earliest first; of more than eight, deliberate ones go first."""
+    found = sorted({id(e): e for events in groups for e in events}.values(), key=lambda e: (e.deliberate, e.n))
+    return tuple(sorted(found[:8], key=lambda e: e.n))
 
 
 def still_there(kind: str, events: tuple[Event, ...]) -> tuple[Event, ...]:

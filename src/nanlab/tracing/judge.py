@@ -20,6 +20,7 @@ from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.values import bad, is_float, key_of
 from nanlab.tracing.where import USER, whose
 
+SUMS = ("mean", "sum")  # these are no masks
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 
 
@@ -39,7 +40,7 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
             if is_float(value) and (key_of(value) in tracer.came or key_of(value) not in tracer.taint):
                 continue  # handed back as it came in
             several = isinstance(value, Tensor) and value.numel() > 1
-            below = is_float(value) and bad(value) == "-inf"
+            below = is_float(value) and bad(value) == "-inf" and (several or tracer.counts.made(value) not in SUMS)
             role = "masked" if several and below else "values" if several or below else ""
             what = "values in " if role else "" if isinstance(value, Tensor) or value is part else "a number in "
             tracer.sink(what + name, value, role)

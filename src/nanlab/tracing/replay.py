@@ -30,7 +30,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from nanlab.errors import InputError
 from nanlab.tracing.causes import CONSTANT
 from nanlab.tracing.judge import RAISED, run, sink_state, verdict
-from nanlab.tracing.names import UNNAMED, with_entries
+from nanlab.tracing.names import UNNAMED, parts_of, with_entries
 from nanlab.tracing.report import Report
 from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.undo import freeze, generators
@@ -134,8 +134,8 @@ class Hunt:
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         self.tracer.scaler_skips = scaler is not None and scaler.get_scale() > 1
         self.tracer.reads = {}  # what was logged before is not what this batch is made of
-        for name, value in given.items():
-            self.tracer.names.add(value, f"batch {name}")
+        for label, part in (part for item in given.items() for part in parts_of(*item)):
+            self.tracer.names.add(part, f"batch {label}")
 
         def traced() -> Any:
             seen = call()
@@ -189,10 +189,11 @@ class Hunt:
     def stop(self, report: Report, inputs: dict[str, Any]) -> None:
         """Add the batch, the rows without any label if the mean was empty, their dataset rows and their text."""
         self.report, report.batch = report, self.batch
-        tokens = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() == 2}
+        tokens = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() in (1, 2)}
         if report.cause == "empty_mean" and not report.rows:
             off = [t == unselected for k, t in tokens.items() for end, unselected in UNSELECTED if k.endswith(end)]
-            report.rows = sorted({row for mask in off for row in mask.all(1).nonzero().flatten().tolist()})
+            # A mask has one dimension where a row has one label.
+            report.rows = sorted({r for m in off for r in m.view(len(m), -1).all(1).nonzero().flatten().tolist()})
             report.length = max(map(len, off), default=0)
         index = next((i for i, batch in reversed(self.fetched) if alike(batch, inputs)), [])
         size = len(index) or max(map(len, tokens.values()), default=0)

@@ -63,8 +63,8 @@ class Report:
         growth, others = " → ".join(f"{g:.3g}" for g in self.growth[-6:]), [o.headline for o in self.others]
         listed = lambda rows: f"row{'s' * (len(rows) > 1)} " + ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
         rows = f"{listed(self.rows)} (from 0, of {self.length})" if self.rows else ""
-        one = len(self.examples) == 1
-        examples = f"which {'is' if one else 'are'} {listed(self.examples)} of the dataset" if self.examples else ""
+        verb = "are" if self.examples[1:] else "is"
+        examples = f"which {verb} {listed(self.examples)} of the dataset" if self.examples else ""
         batch = f"batch {self.batch} (from 0)" if self.batch is not None else ""
         texts = [f"row {row}: {text}" for row, text in self.texts.items()]
         items = {

@@ -86,16 +86,13 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names, self.counts, self.taint = Names(), Counts(self.forwards), Taint()
+        forwards = lambda: self.steps[-1] is None and torch._C._current_graph_task_id() == -1
+        self.names, self.counts, self.taint = Names(), Counts(forwards), Taint()
         self.n, self.forward, self.outside, self.sinks = 0, {}, Place(), {}
         self.put, self.came, self.lifted = set(), set(), set()
         self.reads, self.latest, self.last, self.chosen, self.refused = {}, {}, (), (), ()
         self.steps, self.optimizers, self.settings, self.growth = [None], {}, {}, []
         self.scaler_skips = self.went_backward = self.raised_about_nan = False
-
-    @property
-    def stepping(self) -> Optimizer | None:
-        return self.steps[-1]
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
     def __enter__(self):
@@ -188,7 +185,7 @@ class Tracer(TorchDispatchMode):
         """An event, here and now: phase, module, and lines."""
         here, backward, owner, note = self.names.here(), torch._C._current_graph_task_id() != -1, "", ""
         place = here.within(self.outside) if here.engine else here
-        stepping = self.stepping is not None or (updates and not backward)  # also in a hook of the backward pass
+        stepping = self.steps[-1] is not None or (updates and not backward and not here.modules)  # also in a hook
         if not backward or here.recomputed or stepping:
             phase = phase or ("optimizer" if stepping else "forward")
             place = place._replace(modules=() if stepping else place.modules)
@@ -200,7 +197,7 @@ class Tracer(TorchDispatchMode):
             if variable is not None:  # AccumulateGrad: a parameter, but no forward line
                 of, made = self.names.of(variable), place._replace(modules=())
                 owner = of.rpartition(".")[0]
-            place = (place if here.lines() or variable is not None else made)._replace(modules=made.modules)
+            place = (place if any(here[:2]) or variable is not None else made)._replace(modules=made.modules)
             note = f"{node.name()}, gradient of {of}" if of else node.name()
         (source, said), (library, inside) = map(line_of, (place.user, place.library))
         module = next((self.names.modules[m] or type(m).__name__ for m in place.modules), owner)
@@ -219,7 +216,7 @@ class Tracer(TorchDispatchMode):
         if overwrites:  # what was there does not matter, unless out= is an input too
             again = () if name.endswith("_") else [id(a) for a in args]
             before = {id(t): bad(t) if id(t) in again else None for t in written}
-        elif self.stepping is None:  # an optimizer's tensors were looked at when it began, and after every write
+        elif self.steps[-1] is None:  # an optimizer's tensors were looked at when it began, and after every write
             before = {id(t): bad(t) for t in written}
         try:
             out = func(*args, **kwargs)
@@ -272,32 +269,33 @@ class Tracer(TorchDispatchMode):
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
 
-    def forwards(self) -> bool:
-        return self.stepping is None and torch._C._current_graph_task_id() == -1
-
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
-        if self.stepping is None:
+        if self.steps[-1] is None:
             return name in LOOKED_AT and torch._C._current_graph_task_id() != -1
         rule, by = HARMLESS.get(name.removeprefix("_foreach_").rstrip("_")), args[-1] if args else None
         return bool(rule) and isinstance(by, (int, float)) and rule(by, as_list(args[0])[0].element_size() >= 4)
 
     def note(self, birth: Birth, outs: list[Tensor], found: list, before: dict[int, str | None]) -> None:
         """Some outputs are not finite: carried on from the inputs, or born here?"""
-        born: Event | None = None
+        born: list[Event] = []
         for i, t, kind in found:
             case = birth.aligned(i, len(outs), out=t, kind=kind)
-            if self.stepping is not None:
+            if self.steps[-1] is not None:
                 before.setdefault(id(t), kind if key_of(t) in self.taint else "")
             inputs = [(a, x, before[id(x)] if id(x) in before else bad(x)) for a, x in case.tensors()]
             case.inputs = [(a, x, "" if a in MASKS and k == "-inf" else k) for a, x, k in inputs if k is not None]
             blame = {id(x): still_there(kind, self.blame(x, k)) for _, x, k in case.inputs if k}
             carried, parents, is_born = trace(case, blame, before)
-            if is_born and born is None:
-                born = self.born(case, parents, id(t) in before)
-            self.last = self.latest[kind] = (*carried, born) if is_born else carried
+            if is_born and not born:
+                born = [self.born(case, parents, id(t) in before)]
+                # One operation, and two faults: each may be dropped alone.
+                if case.kind == "nan" and case.fresh is not None and (infs := case.fresh & ~torch.isnan(t)).any():
+                    case.kind, case.fresh = bad(torch.where(infs, t, 0)), infs
+                    born.append(self.born(case, parents, id(t) in before))
+            self.last = self.latest[kind] = (*carried, *born) if is_born else carried
             self.taint.record(t, self.last)
-            if before.get(id(t), "") is None or birth.op in COPIES or (born and born.name):
+            if before.get(id(t), "") is None or birth.op in COPIES or any(e.name for e in born):
                 self.put.add(key_of(t))
 
     def born(self, birth: Birth, parents: tuple[Event, ...], written: bool) -> Event:
@@ -310,7 +308,7 @@ class Tracer(TorchDispatchMode):
         number = birth.literal()
         read = self.reads.get(number, ())
         literal = number.strip("-") == event.kind and not read  # written in the code: a mask, a sentinel, a poison
-        if literal and self.stepping is not None and event.kind in self.settings:
+        if literal and self.steps[-1] is not None and event.kind in self.settings:
             return self.settings[event.kind]
         if literal and (event.phase == "forward" or (moved and event.cause == "unknown")):
             what = "a number given to" if moved else CONSTANT
@@ -328,12 +326,12 @@ class Tracer(TorchDispatchMode):
     def look_around(self, birth: Birth, phase: str, parents: tuple[Event, ...]) -> None:
         """What the table of causes asks of the step around an operation."""
         birth.phase, birth.counts = phase, self.counts
-        birth.native = phase == "backward" and not walk(sys._getframe(1)).lines()
+        birth.native = phase == "backward" and not any(walk(sys._getframe(1))[:2])
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
-        if self.stepping is not None:
-            groups, states = self.stepping.param_groups, self.stepping.state.values()
-            birth.state = {v.dtype for state in states for v in state.values() if is_float(v)}
-            birth.eps = [float(e) for g in groups for e in as_list(g.get("eps")) if e is not None]  # Adafactor has two
+        if self.steps[-1] is not None:
+            birth.state = {v.dtype for state in self.steps[-1].state.values() for v in state.values() if is_float(v)}
+            # Adafactor has two.
+            birth.eps = [float(e) for g in self.steps[-1].param_groups for e in as_list(g.get("eps")) if e is not None]
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
         """Whose fault is the first bad element of ``x``? Nobody's here, if it came in from outside."""
@@ -357,7 +355,7 @@ class Tracer(TorchDispatchMode):
         mask = kind == "-inf" and not x.requires_grad and is_mask(x)
         number = x.dim() == 0 or (x.numel() == 1 and key_of(x) in self.lifted)
         op, deliberate = name, mask or (number and not known and kind != "nan")
-        reduced = torch.distributed.is_initialized() and self.went_backward and self.stepping is None
+        reduced = torch.distributed.is_initialized() and self.went_backward and self.steps[-1] is None
         if reduced and not known and name == UNNAMED:
             op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
         event = self.event(op, phase, name=name, cause=cause, kind=kind.strip("-"), explanation=said)
@@ -376,7 +374,7 @@ class Tracer(TorchDispatchMode):
         """Something that ought to be finite: remember whose fault it is, if it is not. ``role``: see ``excused``."""
         events, kind = (), ""
         if is_float(value):
-            events = self.blame(value, kind) if (kind := bad(value)) else ()
+            events = still_there(kind, self.blame(value, kind)) if (kind := bad(value)) else ()
         elif isinstance(value, Tensor):
             events = self.chosen if value.dtype is not torch.bool else ()
         elif isinstance(value, (float, np.floating, np.ndarray)) and np.asarray(value).dtype.kind == "f":

@@ -48,12 +48,9 @@ class Place(NamedTuple):
     engine: bool = False
     recomputed: bool = False
 
-    def lines(self) -> tuple | None:
-        return self.user or self.library
-
     def within(self, outer: Place) -> Place:
         """The same place, seen from the line that called backward()."""
-        library = self.library if self.lines() else outer.library
+        library = self.library if self.user or self.library else outer.library
         return self._replace(user=self.user or outer.user, library=library)
 
 
