@@ -864,9 +864,13 @@ def test_of_many_events_the_deliberate_ones_are_forgotten_first():
     encoder, sequences = nn.Linear(4, 1), [torch.randn(2 + i % 3, 4) for i in range(12)]
 
     def step():
-        rows = [encoder(sequence).squeeze(-1) for sequence in sequences]
-        rows[11] = torch.log(rows[11] * 0)  # the last of twelve
-        padded = torch.stack([F.pad(row, (0, 5 - len(row)), value=-INF) for row in rows])
+        rows = []
+        for i, sequence in enumerate(sequences):
+            row = encoder(sequence).squeeze(-1)
+            if i == 11:
+                row = torch.log(row * 0)  # the last of twelve
+            rows.append(F.pad(row, (0, 5 - len(row)), value=-INF))
+        padded = torch.stack(rows)
         (padded[:, 0].logsumexp(0) - padded[11, 0]).backward()
 
     report = locate(step)
