@@ -57,6 +57,13 @@ def greedy_last_row(logits):
     return logits.argmax(-1)
 
 
+def greedy_gives_up_on_a_dead_model(logits):
+    bad = [i for i, row in enumerate(logits) if not row.amax().isfinite()]
+    if bad:
+        raise ValueError(f"row {bad[0]}" if len(bad) == 1 else "all rows are bad")
+    return logits.argmax(-1)
+
+
 def greedy_shows_the_numbers(logits):
     for row in logits:
         if not row.amax().isfinite():
@@ -102,6 +109,7 @@ def test_the_right_greedy_passes(answer, capsys):
         (greedy_equals, "without a word"),
         (greedy_last_row, "without a word"),
         (greedy_shows_the_numbers, "name the row"),
+        (greedy_gives_up_on_a_dead_model, "name one of the rows"),
         (greedy_one_bad_row, "a dead model"),
         (greedy_silent_when_all_are_bad, "a dead model"),
         (lambda logits: None, "forbidden"),

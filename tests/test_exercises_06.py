@@ -121,52 +121,38 @@ def scaled(scaler, optimizer, loss, clear=True):
     return before, scaler.get_scale()
 
 
-def step_right(scaler, optimizer, loss):
-    if not torch.isfinite(loss):
-        raise FloatingPointError("loss")
-    before, after = scaled(scaler, optimizer, loss)
-    if after < min(before, 1):
-        raise FloatingPointError("scale")
-    return after >= before
+def stepper(
+    finite=torch.isfinite,
+    too_low=lambda before, after: after < min(before, 1),
+    taken=lambda before, after: after >= before,
+    clear=True,
+):
+    """A step with a floor; each wrong one below differs from the right one in a single part."""
+
+    def step(scaler, optimizer, loss):
+        if not finite(loss):
+            raise FloatingPointError("loss")
+        before, after = scaled(scaler, optimizer, loss, clear)
+        if too_low(before, after):
+            raise FloatingPointError("scale")
+        return taken(before, after)
+
+    return step
+
+
+step_right = stepper()
+step_without_floor = stepper(too_low=lambda before, after: False)
+step_with_its_floor_too_high = stepper(too_low=lambda before, after: after < before and after <= 1)
+step_that_raises_below_1_without_a_skip = stepper(too_low=lambda before, after: after < 1)
+step_that_takes_growth_for_a_skip = stepper(taken=lambda before, after: after == before)
+step_that_asks_for_growth = stepper(taken=lambda before, after: after > before)
+step_that_tests_for_nan_only = stepper(finite=lambda loss: not torch.isnan(loss))
+step_that_keeps_gradients = stepper(clear=False)
 
 
 def step_plain(scaler, optimizer, loss):
     scaled(scaler, optimizer, loss)
     return True
-
-
-def step_without_floor(scaler, optimizer, loss):
-    if not torch.isfinite(loss):
-        raise FloatingPointError("loss")
-    before, after = scaled(scaler, optimizer, loss)
-    return after >= before
-
-
-def step_that_takes_growth_for_a_skip(scaler, optimizer, loss):
-    if not torch.isfinite(loss):
-        raise FloatingPointError("loss")
-    before, after = scaled(scaler, optimizer, loss)
-    if after < min(before, 1):
-        raise FloatingPointError("scale")
-    return after == before
-
-
-def step_that_asks_for_growth(scaler, optimizer, loss):
-    if not torch.isfinite(loss):
-        raise FloatingPointError("loss")
-    before, after = scaled(scaler, optimizer, loss)
-    if after < min(before, 1):
-        raise FloatingPointError("scale")
-    return after > before
-
-
-def step_that_raises_below_1_without_a_skip(scaler, optimizer, loss):
-    if not torch.isfinite(loss):
-        raise FloatingPointError("loss")
-    before, after = scaled(scaler, optimizer, loss)
-    if after < 1:
-        raise FloatingPointError("scale")
-    return after >= before
 
 
 def step_that_raises_at_each_skip(scaler, optimizer, loss):
@@ -203,29 +189,11 @@ def step_that_goes_backward_first_and_clears(scaler, optimizer, loss):
         optimizer.zero_grad(set_to_none=False)
 
 
-def step_that_tests_for_nan_only(scaler, optimizer, loss):
-    if torch.isnan(loss):
-        raise FloatingPointError("loss")
-    before, after = scaled(scaler, optimizer, loss)
-    if after < min(before, 1):
-        raise FloatingPointError("scale")
-    return after >= before
-
-
 def step_that_raises_at_any_low_scale(scaler, optimizer, loss):
     if not torch.isfinite(loss) or scaler.get_scale() < 1:
         raise FloatingPointError("loss")
     before, after = scaled(scaler, optimizer, loss)
     if after < min(before, 1):
-        raise FloatingPointError("scale")
-    return after >= before
-
-
-def step_with_its_floor_too_high(scaler, optimizer, loss):
-    if not torch.isfinite(loss):
-        raise FloatingPointError("loss")
-    before, after = scaled(scaler, optimizer, loss)
-    if after < before and after <= 1:
         raise FloatingPointError("scale")
     return after >= before
 
@@ -246,15 +214,6 @@ def step_that_looks_at_the_gradients(scaler, optimizer, loss):
 
 def step_that_returns_a_tensor(scaler, optimizer, loss):
     return torch.tensor(step_right(scaler, optimizer, loss))
-
-
-def step_that_keeps_gradients(scaler, optimizer, loss):
-    if not torch.isfinite(loss):
-        raise FloatingPointError("loss")
-    before, after = scaled(scaler, optimizer, loss, clear=False)
-    if after < min(before, 1):
-        raise FloatingPointError("scale")
-    return after >= before
 
 
 def step_without_the_scaler(scaler, optimizer, loss):

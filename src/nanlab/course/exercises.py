@@ -45,7 +45,7 @@ def _problem_01_greedy(greedy) -> str:
         try:
             tokens = greedy(torch.tensor(rows))
         except ValueError as error:
-            if not re.search(rf"(?<![\d.]){place}(?!\d|\.\d)", str(error)):  # a number of its own, not in 7.5
+            if not _names_row(place, error):
                 return f"the ValueError should name the row, {place}; it says {str(error)!r}."
         except Exception as error:
             return f"row {place} holds {what}: raise a ValueError; this came: {type(error).__name__}: {error}"
@@ -54,13 +54,18 @@ def _problem_01_greedy(greedy) -> str:
     return _problem_with_a_dead_model(greedy)
 
 
+def _names_row(row: int, error: Exception) -> bool:
+    """Is this a number of its own in the message, and no digit of 7.5?"""
+    return bool(re.search(rf"(?<![\d.]){row}(?!\d|\.\d)", str(error)))
+
+
 def _problem_with_a_dead_model(greedy) -> str:
     import torch
 
     try:
         greedy(torch.full((3, 4), float("nan")))
     except ValueError as error:
-        named = re.search(r"(?<![\d.])[012](?!\d|\.\d)", str(error))
+        named = any(_names_row(row, error) for row in range(3))
         return "" if named else f"a dead model, three rows of NaN: name one of the rows; the error says {str(error)!r}."
     except Exception as error:
         return f"a dead model, three rows of NaN: raise a ValueError; this came: {type(error).__name__}: {error}"
@@ -124,14 +129,10 @@ def _problem_02_standardise(standardise) -> str:
         "a single answer": [0.7],
         "0.7 added up in two orders, one rounding step apart": one_step_apart.tolist(),
     }
-    honest = [
-        [0.0, 0.5, 1.0, 0.1],
-        [0.1, 0.1, 0.1, 1.0],
-        [-1.0, -0.5, 0.5, 1.0],
-        [0.7, 0.71, 0.7, 0.7],
-        [1.0, 1.001, 1, 1],
-    ]
-    honest = torch.tensor(honest)
+    honest = torch.tensor([
+        [0.0, 0.5, 1.0, 0.1], [0.1, 0.1, 0.1, 1.0], [-1.0, -0.5, 0.5, 1.0],
+        [0.7, 0.71, 0.7, 0.7], [1.0, 1.001, 1.0, 1.0],
+    ])  # fmt: skip
     for what, scale in {"": 1.0, " times 1e-6": 1e-6, " times 1000": 1000.0}.items():
         for name, row in flat.items():
             values, trouble = _tensor_of(lambda row=row, scale=scale: standardise(torch.tensor([row]) * scale))
@@ -401,7 +402,7 @@ def _problem_06_step(step) -> str:
     inf = float("inf")
     through_half = lambda w: w.half().float().sum()  # a gradient above 65504 becomes inf on its way back
     healthy = lambda w: w.sum()
-    sequences = [  # what, first scale, one (loss of the weight, expected result, weight after it) for each call
+    growing = [  # what, first scale, one (loss of the weight, expected result, weight after it) for each call
         ("two healthy steps", 1024.0, [(healthy, True, 0.75), (healthy, True, 0.5)]),
         ("a gradient that overflows once", 2.0**16, [(through_half, False, 1.0), (through_half, True, 0.75)]),
         ("a loss of inf", 1024.0, [(lambda w: w.sum() * inf, FloatingPointError, 1.0)]),
@@ -410,16 +411,14 @@ def _problem_06_step(step) -> str:
         ("an overflow that takes the scale to 1", 2.0, [(lambda w: through_half(w) * 1e5, False, 1.0)]),
         ("an overflow that takes the scale to 0.5", 1.0, [(lambda w: through_half(w) * 1e5, FloatingPointError, 1.0)]),
     ]
-    for what, scale, calls in sequences:
-        if problem := _try_06_step(step, scale, calls):
-            return f"{what}: {problem}"
     steady = [  # torch's default: a healthy step leaves the scale as it is, but for one in 2000
         ("two healthy steps at an unchanged scale", 1024.0, [(healthy, True, 0.75), (healthy, True, 0.5)]),
         ("a healthy loss at scale 0.25", 0.25, [(healthy, True, 0.75)]),
     ]
-    for what, scale, calls in steady:
-        if problem := _try_06_step(step, scale, calls, growth_interval=2000):
-            return f"{what}: {problem}"
+    for growth_interval, sequences in ((1, growing), (2000, steady)):
+        for what, scale, calls in sequences:
+            if problem := _try_06_step(step, scale, calls, growth_interval):
+                return f"{what}: {problem}"
     return ""
 
 
@@ -431,7 +430,7 @@ def _plain_bool(result):
     return bool(result) if one_bool else result
 
 
-def _try_06_step(step, scale: float, calls: list, growth_interval: int = 1) -> str:
+def _try_06_step(step, scale: float, calls: list, growth_interval: int) -> str:
     import torch
 
     weight = torch.ones(1, requires_grad=True)

@@ -110,17 +110,17 @@ class Birth(SimpleNamespace):
     def measured(self, x: Tensor, other: object) -> bool:
         """Is x / other no mean of a selection, although ``other`` holds whole numbers?
 
-        Then x came in as it is, or is a deviation by a given spread or by a range, or weights by their own sum, or one
-        of them is a constant to which nothing was added.
+        Then x came in as it is, or is a deviation by a given spread or by a range, or weights by their own sum, or a
+        spread, or one of them is a constant to which nothing was added. ``x``: of real numbers.
         """
-        made = self.counts.made(x) if is_float(x) else "sum"
+        made = self.counts.made(x)
         if not isinstance(other, Tensor):
             return bool(made in ("", "sub") or SELECTS(made)) and x.dim() > 0
         by = self.counts.made(other)
         deviation = (made in ("sub", *COPIES) and by in ("", "sub")) or (made, by) == ("sub", "add")
         weights = self.counts.whole(x) and made in ("clamp", *COPIES) and x.numel() > other.numel()
-        fixed = made in ("std", "var") or any(SELECTS(self.counts.made(t)) and t.dim() for t in (x, other))
-        return not made or (deviation and is_float(other)) or weights or fixed
+        no_sum = made in ("std", "var") or any(SELECTS(self.counts.made(t)) and t.dim() for t in (x, other))
+        return not made or (deviation and is_float(other)) or weights or no_sum
 
     def from_finite(self) -> bool:
         return not any(kind for _, _, kind in self.inputs) and not self.literal()
@@ -242,7 +242,7 @@ def _(b: Birth) -> bool:
     if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
     counted = b.counts.whole(other) or (not isinstance(other, Tensor) and b.counts.made(x) == "sum")
-    return b.kind == "nan" and counted and b.zero(other) and not b.native and not b.measured(x, other)
+    return b.kind == "nan" and counted and b.zero(other) and not b.native and not (is_float(x) and b.measured(x, other))
 
 
 @row("gradient_at_edge", r"", "04_log_of_zero")

@@ -20,7 +20,7 @@ from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.values import bad, is_float, key_of
 from nanlab.tracing.where import USER, whose
 
-SUMS = ("mean", "sum")  # these are no masks
+SUMS = ("mean", "sum")  # a −inf that is one of these is no mask
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 
 

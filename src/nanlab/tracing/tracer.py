@@ -185,7 +185,8 @@ class Tracer(TorchDispatchMode):
         """An event, here and now: phase, module, and lines."""
         here, backward, owner, note = self.names.here(), torch._C._current_graph_task_id() != -1, "", ""
         place = here.within(self.outside) if here.engine else here
-        stepping = self.steps[-1] is not None or (updates and not backward and not here.modules)  # also in a hook
+        # Also in a hook of the backward pass; a weight that forward() itself writes is none that an optimizer moves.
+        stepping = self.steps[-1] is not None or (updates and not backward and not here.modules)
         if not backward or here.recomputed or stepping:
             phase = phase or ("optimizer" if stepping else "forward")
             place = place._replace(modules=() if stepping else place.modules)
@@ -257,8 +258,8 @@ class Tracer(TorchDispatchMode):
     def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         self.counts.note(name, args, out, outs)
-        other = lambda t: t.is_floating_point() or t.is_complex() or t.dtype is torch.bool
-        drawn = any(isinstance(t, Tensor) and not other(t) for t in as_list(out))
+        whole = lambda t: not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+        drawn = any(isinstance(t, Tensor) and whole(t) for t in as_list(out))
         looks = (drawn or name == "_local_scalar_dense") and args and is_float(args[0])
         kind = bad(args[0]) if looks else ""
         if kind and not drawn:
@@ -330,7 +331,7 @@ class Tracer(TorchDispatchMode):
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
         if self.steps[-1] is not None:
             birth.state = {v.dtype for state in self.steps[-1].state.values() for v in state.values() if is_float(v)}
-            # Adafactor has two.
+            # Adafactor has a pair of them.
             birth.eps = [float(e) for g in self.steps[-1].param_groups for e in as_list(g.get("eps")) if e is not None]
 
     def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
