@@ -84,6 +84,28 @@ def limit_without_abs(rewards):
     return torch.where(std <= 1e-5 * rewards.amax(1, keepdim=True), 0.0, deviation / std)
 
 
+def one_decision(of_all):
+    """Flat or not is asked of the whole tensor, by a function that joins the answers of the groups."""
+
+    def answer(rewards):
+        deviation, std = parts(rewards.double())
+        flat = of_all(std <= 1e-6 * rewards.double().abs().amax(1, keepdim=True))
+        return torch.zeros_like(rewards) if flat else (deviation / std).float()
+
+    return answer
+
+
+def limit_of_the_whole_tensor(rewards):
+    deviation, std = parts(rewards.double())
+    flat = std <= 1e-6 * rewards.double().abs().max()
+    return torch.where(flat, 0.0, deviation / torch.where(flat, 1.0, std)).float()
+
+
+def lost_where_honest(rewards):
+    flat = relative_limit(rewards) == 0
+    return torch.where(flat.all(1, keepdim=True), 0.0, torch.nan).expand_as(rewards)
+
+
 def not_divided(rewards):
     return rewards - rewards.mean(1, keepdim=True)
 
@@ -109,10 +131,14 @@ def test_right_advantages_pass(answer, capsys):
         (all_equal, "one rounding step apart"),
         (tiny_limit, "seven rewards of 1000.7"),
         (large_limit, "the honest group [1.0, 1.001"),
+        (lost_where_honest, "the honest group [0.0, 0.5, 1.0, 0.1]"),
         (not_divided, "exactly 0"),
         (whole_batch, "honest group"),
         (limit_of_a_share, "the honest group [0.7, 0.71, 0.7, 0.7]"),
         (limit_without_abs, "seven rewards of −0.1"),
+        (one_decision(torch.all), "flat and honest groups together: the flat group [0.1, 0.1, 0.1, 0.1]"),
+        (one_decision(torch.any), "flat and honest groups together: the honest group [0.0, 5e-07, 1e-06, 1e-07]"),
+        (limit_of_the_whole_tensor, "flat and honest groups together: the honest group [0.0, 5e-07, 1e-06, 1e-07]"),
         (lambda rewards: None, "expected a tensor"),
         (lambda rewards: rewards / 0, "exactly 0"),
     ],

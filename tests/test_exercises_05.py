@@ -167,6 +167,10 @@ def mask_of(low):
     return lambda keep, dtype: additive(causal(keep), dtype, low)
 
 
+def mask_not_zero(keep, dtype):  # a softmax does not see what is added everywhere
+    return mask_with_diagonal(keep, dtype) + 5.0
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -175,6 +179,7 @@ def mask_of(low):
         mask_with_half_the_lowest_number,
         mask_padding_sees_all,
         mask_of(-1e4),
+        mask_of(-3e4),
     ],
 )
 def test_a_right_mask_passes(answer, capsys):
@@ -192,9 +197,11 @@ def test_a_right_mask_passes(answer, capsys):
         (mask_first_key_open, "should not see key 0"),
         (mask_without_causality, "should not see"),
         (mask_without_padding, "should not see"),
-        (mask_of(-10.0), "its weight is off"),
-        (mask_of(-30.0), "its weight is off"),
-        (mask_of(-100.0), "its weight is off"),
+        (mask_of(-10.0), "should not see"),
+        (mask_of(-30.0), "should not see"),
+        (mask_of(-100.0), "should not see"),
+        (mask_of(-210.0), "query 2 should not see key 0: its weight is 4."),
+        (mask_not_zero, "query 2 may see key 2: the mask is 0 there, yours holds 5.0."),
         (lambda keep, dtype: mask_with_diagonal(keep, torch.float32), "expected torch.float16"),
         (lambda keep, dtype: mask_with_diagonal(keep, dtype)[:, None], "of shape [4, 5, 5]"),
         (lambda keep, dtype: None, "expected a tensor"),

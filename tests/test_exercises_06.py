@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,10 @@ def tune_in_half(prompt, gradients, lr):
 
 def tune_with_larger_eps(prompt, gradients, lr):
     return steps(prompt.clone(), gradients, lr=lr, eps=1e-4)
+
+
+def tune_in_float_with_larger_eps(prompt, gradients, lr):  # off by one per cent
+    return steps(prompt.float(), gradients, lr=lr, eps=1e-6).half()
 
 
 def tune_fused(prompt, gradients, lr):
@@ -90,6 +95,7 @@ def test_a_right_tune_passes(answer, capsys):
         (tune_with_larger_eps, "not right"),
         (tune_fused, "not right"),
         (tune_without_memory, "not right"),
+        (tune_in_float_with_larger_eps, "Float64 gives [0.0, -0.002612, -0.002612], yours [0.0, -0.002577"),
         (tune_cleaned, "not right"),
         (tune_with_decay, "a large value"),
         (tune_in_bfloat16, "not right"),
@@ -216,6 +222,10 @@ def step_that_returns_a_tensor(scaler, optimizer, loss):
     return torch.tensor(step_right(scaler, optimizer, loss))
 
 
+def step_that_returns_a_numpy_bool(scaler, optimizer, loss):
+    return np.bool_(step_right(scaler, optimizer, loss))
+
+
 def step_without_the_scaler(scaler, optimizer, loss):
     if not torch.isfinite(loss):
         raise FloatingPointError("loss")
@@ -232,6 +242,7 @@ def step_without_the_scaler(scaler, optimizer, loss):
         step_that_looks_at_the_gradients,
         step_that_goes_backward_first_and_clears,
         step_that_returns_a_tensor,
+        step_that_returns_a_numpy_bool,
     ],
 )
 def test_a_right_step_passes(answer, capsys):

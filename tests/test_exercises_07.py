@@ -29,6 +29,10 @@ WRONG_TENSORS = {
         name for name, t in model.state_dict().items() if t.isnan().any() or (t == float("inf")).any()
     ],
     "parameters()": lambda model: [name for name, p in model.named_parameters() if not p.isfinite().all()],
+    "deliberate, in a parameter too": lambda model: (
+        [name for name, p in model.named_parameters() if not p.isfinite().all()]
+        + [name for name, b in model.named_buffers() if b.isnan().any() or (b == float("inf")).any()]
+    ),
     "the NaN beside it": lambda model: [
         name for name, t in tensors(model) if not (t == -float("inf")).any() and not t.isfinite().all()
     ],

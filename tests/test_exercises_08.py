@@ -49,14 +49,19 @@ WRONG = {
     "clamped": {"log_sigmoid": lambda x: torch.log(torch.sigmoid(x).clamp(min=1e-30))},
     "where after the fact": {"cosine": cosine_masked_too_late},
     "clamped before": {"log_sigmoid": lambda x: F.logsigmoid(x.clamp(min=-500))},
+    "only negative numbers": {"log_sigmoid": lambda x: x - torch.log1p(torch.exp(x))},  # e^200 overflows
+    "a NaN becomes 0": {"log_sigmoid": lambda x: F.logsigmoid(x.nan_to_num(0.0))},
     "right for large numbers only": {"log_sigmoid": lambda x: torch.where(x < 0, x, F.logsigmoid(x))},
     "squares in fp32": {"cosine": cosine_in_fp32},
+    "only a in float64": {"cosine": lambda a, b: cosine_in_fp32(a.double(), b)},
+    "scaled by a constant": {"cosine": lambda a, b: cosine_in_fp32(a * 1e15, b * 1e15)},  # 1e30 overflows
     "only a is guarded": {"cosine": lambda a, b: cosine_if((a != 0).any(), a, b)},
     "a NaN is hidden": {"cosine": cosine_that_hides_a_nan},
     "nan_to_num": {"kept_mean": lambda v, m: (v * m).nan_to_num(0.0).sum() / m.sum()},
     "every finite number": {"kept_mean": lambda v, m: torch.where(v.isinf(), 0.0, v).sum() / (~v.isinf()).sum()},
     "only -inf is left out": {"kept_mean": lambda v, m: (v.masked_fill(v == -torch.inf, 0.0) * m).sum() / m.sum()},
     "a counted -inf is clamped": {"kept_mean": lambda v, m: masked_mean(v.clamp(min=-1e4), m)},
+    "0.0 for nothing": {"kept_mean": lambda v, m: torch.where(m > 0, v, 0.0).sum() / m.sum().clamp(min=1)},
     "mean over all": {"kept_mean": lambda v, m: torch.where(m > 0, v, 0.0).mean()},
 }
 

@@ -84,6 +84,16 @@ def all_at_once(model, micro_batches):  # the same sum in another order
     return [sum(losses(model, micro_batches[::-1]))]
 
 
+def every_row_alike(model, micro_batches):  # the mean of all rows, not of the micro-batches' means
+    x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    return [(model(x) - y).square().mean()]
+
+
+def sums_over_all_rows(model, micro_batches):
+    rows = sum(len(x) for x, _ in micro_batches)
+    return [(model(x) - y).square().sum() / rows for x, y in micro_batches]
+
+
 WRONG_STEPS = {
     "a NaN in the first of two": skip_the_micro_batch,
     "a NaN in the first": step_if(lambda g, parts: parts[-1].isfinite()),  # looks at the last loss only
@@ -96,6 +106,8 @@ WRONG_STEPS = {
     "it raised AttributeError: 'NoneType'": forgets_frozen_parameters,
     "return True, not 1.0": lambda *given: float(step_if(all_finite)(*given)),
     "four good micro-batches": step_if(all_finite, parts_of=always_two),
+    "micro-batches of one row and of two": step_if(all_finite, parts_of=every_row_alike),
+    "of one row and of two: the step should be taken": step_if(all_finite, parts_of=sums_over_all_rows),
 }
 
 
@@ -135,6 +147,14 @@ WRONG_ENTRIES = {
     },
     "not inf": without_nan,  # NaN only
     "best loss ever": lambda values: log_entry(values, empty=0.0),
+    "for [inf] the loss should be nan, not 0.0": lambda values: {  # NaN only where all are NaN
+        "loss": (
+            math.nan
+            if all(v != v for v in values)
+            else sum(v for v in values if math.isfinite(v)) / max(1, sum(map(math.isfinite, values)))
+        ),
+        "not_finite": sum(not math.isfinite(v) for v in values),
+    },
     "'not_finite'": lambda values: {"loss": log_entry(values)["loss"]},
     "for [1.0, 2.0, nan, 6.0]": lambda values: log_entry(values) | {"loss": middle(values)},
     "for [-0.5, 1.0] the loss should be 0.25, not 1.0: it is the mean": lambda values: (

@@ -40,6 +40,10 @@ def names_rows(lengths, max_length, size):
     return [i for i, length in enumerate(lengths) if length >= max_length]
 
 
+def last_row_decides(lengths, max_length, size):  # each row writes over the verdict of the one before
+    return [i for i, batch in enumerate(batches_of(lengths, size)) if batch[-1] >= max_length]
+
+
 def counts_from_one(lengths, max_length, size):
     return [i + 1 for i in nan_batches(lengths, max_length, size)]
 
@@ -56,8 +60,11 @@ def test_nan_batches_right(capsys):
 
 @pytest.mark.parametrize(
     "wrong",
-    [one_row_is_enough, longer_than, by_the_mean, forgets_the_last_batch, names_rows, counts_from_one, lambda *a: []],
-)
+    [
+        one_row_is_enough, longer_than, by_the_mean, forgets_the_last_batch, names_rows, last_row_decides,
+        counts_from_one, lambda *a: [],
+    ],
+)  # fmt: skip
 def test_nan_batches_wrong(wrong, capsys):
     assert not exercises.check_10_nan_batches(wrong)
     assert one_line(capsys).startswith("Not yet: ")
@@ -73,9 +80,9 @@ CASES = {
 }
 
 
-def a_test_on(*names):
+def a_test_on(*names, cases=CASES):
     def is_right(average):
-        for batches, expected in (CASES[name] for name in names):
+        for batches, expected in (cases[name] for name in names):
             value = average(list(batches))
             if not (abs(value - expected) < 1e-9 or (math.isnan(value) and math.isnan(expected))):
                 return False
@@ -105,6 +112,12 @@ def test_is_right_catches_the_notebook_s_own_zero_for_empty(capsys):
 
     assert not exercises.check_10_is_right(blind)
     assert "0.0 for an empty batch" in one_line(capsys)
+
+
+def test_is_right_needs_a_minus_inf(capsys):
+    without = {"failures": ([(0.8, 10), (0.0, 0), (NAN, 5), (INF, 5), (0.9, 30)], 0.875)}
+    assert not exercises.check_10_is_right(a_test_on(*CASES, cases=CASES | without))
+    assert "one that lets −inf through" in one_line(capsys)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,11 @@ def neighbours_only(runs, factors):
     return not any(a["nan"] != b["nan"] and all(a[f] == b[f] for f in factors) for a, b in pairs)
 
 
+def compares_with_the_first(runs, factors):
+    first = runs[0]
+    return not any(run["nan"] != first["nan"] and all(run[f] == first[f] for f in factors) for run in runs)
+
+
 @pytest.mark.parametrize("right", [decides, decides_by_pairs])
 def test_decides_right(right, capsys):
     assert exercises.check_11_decides(right)
@@ -57,7 +62,7 @@ def test_decides_right(right, capsys):
     "wrong",
     [
         each_factor_on_its_own, some_factor_on_its_own, some_level_is_always_nan, shares_differ, neighbours_only,
-        lambda runs, factors: all(run["nan"] for run in runs), lambda runs, factors: None,
+        compares_with_the_first, lambda runs, factors: all(run["nan"] for run in runs), lambda runs, factors: None,
         lambda runs, factors: decides(runs, factors or ["dtype"]),
     ],
 )  # fmt: skip
@@ -87,6 +92,11 @@ def every_fp16(optimizer):
 def below_the_smallest_normal(optimizer):
     dtypes = {(p.dtype, g.get("eps", 0.0)) for g in optimizer.param_groups for p in g["params"] if not g.get("fused")}
     return [dtype for dtype, eps in dtypes if 0 < eps < torch.finfo(dtype).tiny]
+
+
+def below_the_smallest_number(optimizer):  # from half of that on it is rounded up
+    pairs = {(p.dtype, g.get("eps", 0.0)) for g in optimizer.param_groups for p in g["params"] if not g.get("fused")}
+    return [dtype for dtype, eps in pairs if 0 < eps < torch.finfo(dtype).tiny * torch.finfo(dtype).eps]
 
 
 def forgets_fused(optimizer):
@@ -122,8 +132,9 @@ def test_vanishing_eps_right(capsys):
 @pytest.mark.parametrize(
     "wrong",
     [
-        every_fp16, below_the_smallest_normal, forgets_fused, needs_an_eps, needs_a_key_of_its_own, one_weight_a_group,
-        lambda optimizer: vanishing_eps(optimizer, slice(1)), last_group_wins, lambda optimizer: [],
+        every_fp16, below_the_smallest_normal, below_the_smallest_number, forgets_fused, needs_an_eps,
+        needs_a_key_of_its_own, one_weight_a_group, last_group_wins,
+        lambda optimizer: vanishing_eps(optimizer, slice(1)), lambda optimizer: [],
     ],
 )  # fmt: skip
 def test_vanishing_eps_wrong(wrong, capsys):
