@@ -349,8 +349,8 @@ def test_orpo_texts_are_one_part_each_with_its_name(tmp_path):
 def own_mask(rows_of_data: list) -> dict[str, torch.Tensor]:
     """A collator that makes the additive mask itself, of −inf, and lets row 1 see nothing."""
     ids = torch.tensor([row["input_ids"] for row in rows_of_data])
-    mask = torch.full((len(ids), 1, 6, 6), -torch.inf).triu(1)  # made by the collator
-    mask[1] = -torch.inf
+    mask = torch.full((len(ids), 1, 6, 6), -torch.inf).triu(1)
+    mask[1] = -torch.inf  # made by the collator
     return {"input_ids": ids, "labels": ids, "attention_mask": mask}
 
 
@@ -360,7 +360,7 @@ def test_a_mask_of_the_collator_has_its_line(tmp_path):
     options = arguments(tmp_path, remove_unused_columns=False)
     report = located(Trainer(model, options, train_dataset=rows(), data_collator=own_mask))
     assert (report.cause, report.rows, len(report.examples)) == ("masked_row", [1], 1)
-    assert report.story[0].startswith("a constant in full was already inf")
+    assert "was already inf" in report.story[0]
     assert line("made by the collator") in report.story[0]
 
 
@@ -406,7 +406,7 @@ def test_a_batch_that_is_changed_in_place_is_replayed_as_it_came(tmp_path):
     data = rows().add_column("feature", [3.0] * 8)
     report = located(changed(tmp_path, standardised, data, processing_class=make_tokenizer()))
     assert (report.cause, report.source, report.batch) == ("zero_over_zero", line("standardised in place"), 0)
-    assert sorted(report.texts.values()) == [" ".join([f"w{i}"] * 6) for i in report.examples]
+    assert list(report.texts.values()) == [" ".join([f"w{i}"] * 6) for i in report.examples]
 
 
 def test_a_fault_that_depends_on_the_trainers_own_generator_comes_again(tmp_path):

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanlab.tracing.counts import LARGEST, SELECTS
-from nanlab.tracing.values import as_list, bad_mask, is_float, plain
+from nanlab.tracing.values import as_list, bad, bad_mask, is_float, plain
 
 CONSTANT = "a constant in"  # how the name of a number begins that is written in the code
 COPIES = ("cat", "clone", "stack", "index", "gather", "_to_copy")
@@ -37,17 +37,25 @@ LOGARITHM = (
 
 
 # -- one operation whose output went bad -----------------------------------------------------------------------------
+class Was(NamedTuple):
+    """A tensor as an operation found it: its kind, None if it does not matter; its numbers; who is behind them."""
+
+    kind: str | None
+    numbers: Tensor | None
+    parts: Sequence = ()
+
+
 class Birth(SimpleNamespace):
     """One operation with a newly non-finite output: ``op`` ``func`` ``args`` ``kwargs`` ``out`` ``kind``.
 
-    ``inputs``: (argument, tensor, '' or its kind before the operation). ``native``: autograd's own backward, not Python
-    code. ``saved``: it meets an inf that forward has saved. ``fresh``: which output elements are new, where inputs and
-    outputs correspond one to one. ``whole``: does a tensor count, so that 0 means that there was nothing? ``made``:
-    by which operation of the step. ``eps``, ``state``: of the optimizer, the numbers and the dtypes. ``returned``: all
-    that the operation returned.
+    ``inputs``: (argument, tensor, '' or its kind), as they were before. ``before``: id of a tensor that the operation
+    has written → what it was, None if that is not known. ``returned``: all that the operation returned.
+    ``fresh``: which output elements are new. ``matched``: do inputs and outputs correspond one to one? ``native``:
+    autograd's own backward, not Python code. ``saved``: it meets an inf that forward has saved. ``counts``: which
+    tensors count, so that 0 means that there was nothing. ``eps``, ``state``: of the optimizer, numbers and dtypes.
     """
 
-    fresh, native, saved, phase, eps, state = None, False, False, "", (), ()
+    matched, native, saved, phase, eps, state = False, False, False, "", (), ()
 
     def named(self) -> dict[str, object]:
         schema = getattr(self.func, "_schema", None)
@@ -64,7 +72,15 @@ class Birth(SimpleNamespace):
         count = max((len(v) for v in self.args if isinstance(v, (list, tuple))), default=1)
         pick = lambda v: [v[i % count]] if isinstance(v, (list, tuple)) and len(v) == count else v
         args, kwargs = tuple(map(pick, self.args)), {k: pick(v) for k, v in self.kwargs.items()}
-        return Birth(**{**vars(self), "args": args, "kwargs": kwargs, **fields})
+        return Birth(**{**vars(self), "args": args, "kwargs": kwargs, "returned": [fields["out"]], **fields})
+
+    def at(self, mask: Tensor, of: list) -> Birth:
+        """The operation at those elements of its output that are born of these sources."""
+        among = lambda x, places: bad(torch.where(torch.stack(places).any(0), plain(x), 0)) if places else ""
+        matching = mask if self.matched else True
+        own = lambda x: [s.masks[id(x)] & matching for s in of if id(x) in s.masks]
+        inputs = [(a, x, kind and among(x, own(x))) for a, x, kind in self.inputs]
+        return Birth(**{**vars(self), "fresh": mask, "kind": among(self.out, [mask]), "inputs": inputs})
 
     def get(self, *names: str) -> object:
         """The argument of one of these names: a tensor or a number, the first entry of a list."""
@@ -89,7 +105,7 @@ class Birth(SimpleNamespace):
         """Is ``value`` 0 where the output went bad (anywhere, if places do not correspond)?"""
         if isinstance(value, Tensor):
             zero = plain(value).isinf() if value is self.out else value == 0  # written in place: 1/0 is inf by now
-            if self.fresh is not None:
+            if self.matched:
                 zero = zero & self.fresh & (torch.isnan(self.out) if self.kind == "nan" else True)
             return bool(zero.any())
         return isinstance(value, (int, float)) and value == 0
@@ -133,33 +149,35 @@ class Birth(SimpleNamespace):
         if "attention" in self.op:  # no edge in there: only exp(score − largest score), rounded, of huge scores
             return True
         if (wide := self.in_float64()) is not None:
-            return not bad_mask(wide)[self.where()].any()
+            return not bad_mask(wide)[self.fresh].any()
         squares = ((x.abs().max().double() ** 2 * x.numel(), x.dtype) for _, x, k in self.inputs if x.numel() and not k)
         return any(total > torch.finfo(dtype).max for total, dtype in squares)
 
-    def where(self) -> Tensor:
-        """The places of the output that are newly bad; all bad ones, if that cannot be told."""
-        return bad_mask(self.out) if self.fresh is None else self.fresh
+    def again(self, change: Callable[[object], object]) -> Tensor | None:
+        """The output of the operation with other arguments; None where it draws, or talks to other ranks, or fails."""
+        if getattr(self.func, "namespace", "") != "aten" or torch.Tag.nondeterministic_seeded in self.func.tags:
+            return None
+        new: dict[int, object] = {}
+        one = lambda v: new.setdefault(id(v), change(v))
+        swap = lambda v: [one(x) for x in v] if isinstance(v, (list, tuple)) else one(v)
+        with contextlib.suppress(RuntimeError, TypeError):  # no kernel for that
+            value = self.func(*map(swap, self.args), **{k: swap(v) for k, v in self.kwargs.items()})
+            pairs = zip(as_list(value), self.returned, strict=False)
+            return new.get(id(self.out), next((again for again, t in pairs if t is self.out), None))
+        return None
 
     def in_float64(self) -> Tensor | None:
-        """The output by doing the operation again; None if it is large, draws, talks to other ranks, or writes."""
-        small = sum(x.numel() for _, x, _ in self.inputs) <= LARGEST
-        pure = getattr(self.func, "namespace", "") == "aten" and not re.search("^_f|_$", self.op)
-        if not (small and pure) or torch.Tag.nondeterministic_seeded in self.func.tags:
+        """The output with float64 arguments; None also if it is large, or written in place."""
+        if re.search("^_f|_$", self.op) or sum(x.numel() for _, x, _ in self.inputs) > LARGEST:
             return None
-        wide = lambda v: v.double() if is_float(v) else torch.float64 if isinstance(v, torch.dtype) else v
-        with contextlib.suppress(RuntimeError, TypeError):  # no float64 kernel
-            value = self.func(*map(wide, self.args), **{k: wide(v) for k, v in self.kwargs.items()})
-            pairs = zip(as_list(value), self.returned, strict=False)
-            return next((wide for wide, t in pairs if t is self.out), None)
-        return None
+        return self.again(lambda v: v.double() if is_float(v) else torch.float64 if isinstance(v, torch.dtype) else v)
 
     def excess(self) -> str:
         """How far past the largest number of the dtype."""
         if "attention" in self.op:
             return "Inside the attention kernel: q·k is too large for the dtype, or its rounding error is for exp()."
         limit, wide = torch.finfo(self.out.dtype).max, self.in_float64()
-        top = plain(wide)[self.where()].abs().max().item() if wide is not None else math.nan
+        top = plain(wide)[self.fresh].abs().max().item() if wide is not None else math.nan
         reached = f"; the result would be {top:.3g}, {top / limit:.3g} times that" if limit < top < math.inf else ""
         return f"The largest {str(self.out.dtype).removeprefix('torch.')} is {limit:.5g}{reached}."
 
@@ -296,7 +314,7 @@ def _(b: Birth) -> bool:
     Select instead of multiplying: torch.where(mask, x, 0), masked_fill, or index the valid entries.
     """
     zero = any((x == 0).any() for _, x, kind in b.inputs if kind != "nan") or not all(map(is_float, b.args))
-    return b.nan_from_inf() and (zero or b.fresh is not None)
+    return b.nan_from_inf() and (zero or b.matched)
 
 
 @row("inf_minus_inf", r"", "01_inf_and_nan")

@@ -1,4 +1,4 @@
-"""Births, and the memory that they have made bad: by storage and region, so that views and partly written buffers keep
+"""Births, and the memory that they have made bad: by storage and element, so that views and partly written buffers keep
 their own history. No tensor is kept alive: an event holds text and numbers only."""
 
 from __future__ import annotations
@@ -51,41 +51,43 @@ class Event(Report):
         return {self}.union(*(p.lineage() for p in self.parents))
 
 
+Parts = list[tuple[Tensor, tuple[Event, ...]]]  # bad elements of a tensor, and the events behind them
+
+
 def merge(groups: Iterable[Iterable[Event]]) -> tuple[Event, ...]:
     """The events of several groups, each once, the earliest first; of more than eight, deliberate ones go first."""
     found = sorted({id(e): e for events in groups for e in events}.values(), key=lambda e: (e.deliberate, e.n))
     return tuple(sorted(found[:8], key=lambda e: e.n))
 
 
-def still_there(kind: str, events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """Those that can be behind such a number: where only inf is left, NaN has been dropped."""
-    return tuple(e for e in events if kind == "nan" or e.kind != "nan") or events
-
-
 class Taint(dict):
-    """storage → [((offset, shape, strides), events)]: what is behind the bad numbers there."""
+    """storage → (histories of the bad numbers there, which one each element has; None if there is only one)."""
 
-    def record(self, t: Tensor, events: tuple[Event, ...]) -> None:
-        p, records = plain(t), self.setdefault(key_of(t), [])
-        if p.numel() * p.element_size() >= p.untyped_storage().nbytes():
-            records.clear()
-        records.append(((p.storage_offset(), tuple(p.shape), p.stride()), events))
+    def record(self, t: Tensor, parts: Parts) -> None:
+        p, key = plain(t), key_of(t)
+        whole = p.numel() * p.element_size() >= p.untyped_storage().nbytes()
+        histories, which = ([], None) if whole else self.get(key, ([], None))
+        histories = list(dict.fromkeys((*histories, *(events for _, events in parts))))
+        if which is None and len(histories) > 1:
+            size = p.untyped_storage().nbytes() // p.element_size()
+            which = torch.zeros(size, dtype=torch.int32, device=p.device)
+        for mask, events in parts if which is not None else ():
+            which[addresses(p, mask, len(which))] = histories.index(events)
+        self[key] = histories, which
 
-    def behind(self, x: Tensor) -> tuple[Event, ...] | None:
-        """The events behind the first bad element of ``x``; None if nothing is known of its memory."""
-        if not (records := self.get(key_of(x))):
+    def behind(self, x: Tensor) -> Parts | None:
+        """The bad elements of ``x``, by history; None if nothing is known of its memory."""
+        if (known := self.get(key_of(x))) is None:
             return None
-        p = plain(x)
-        first, address = int(bad_mask(x).flatten().to(torch.uint8).argmax()), p.storage_offset()
-        for size, step in zip(reversed(p.shape), reversed(p.stride()), strict=True):
-            first, index = divmod(first, size)
-            address += index * step
-        return next((events for region, events in reversed(records) if covers(region, address)), records[-1][1])
+        (histories, which), mask = known, bad_mask(x)
+        if which is None:
+            return [(mask, histories[0])]
+        own = torch.full_like(mask, -1, dtype=torch.int32)
+        own[mask] = which[addresses(plain(x), mask, len(which))]
+        return [(own == i, histories[i]) for i in own[mask].unique().tolist()]
 
 
-def covers(region: tuple, address: int) -> bool:
-    """Does a tensor of this (offset, shape, strides) hold the element at ``address`` of its storage?"""
-    rest = address - region[0]
-    for step, size in sorted(zip(region[2], region[1], strict=True), reverse=True):
-        rest -= max(min(rest // step, size - 1), 0) * step if step else 0
-    return rest == 0
+def addresses(p: Tensor, mask: Tensor, size: int) -> Tensor:
+    """Where the elements of a mask lie in a storage of so many numbers."""
+    at = (mask.nonzero() * torch.tensor(p.stride(), dtype=torch.long, device=p.device)).sum(1) + p.storage_offset()
+    return at * p.element_size() * size // p.untyped_storage().nbytes()

@@ -203,7 +203,7 @@ class Hunt:
             or report.cause == "gradient_at_edge"
             or report.op.startswith(("batch ", UNNAMED, CONSTANT))
         ):
-            report.examples = sorted({index[row % size] for row in report.rows}) if index else []
+            report.examples = list(dict.fromkeys(index[row % size] for row in report.rows)) if index else []
             for row in report.rows[:4] if hasattr(getattr(self.trainer, "processing_class", None), "decode") else ():
                 part = PARTS[row // size] if report.length > size else ""
                 report.texts[row] = " | ".join(self.texts(tokens, row, row % size, part))

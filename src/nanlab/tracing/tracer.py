@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nanlab.tracing.causes import CONSTANT, COPIES, MASKS, Birth, diagnose
+from nanlab.tracing.carry import sources, trace
+from nanlab.tracing.causes import CONSTANT, COPIES, MASKS, Birth, Was, diagnose
 from nanlab.tracing.counts import Counts
-from nanlab.tracing.events import Event, Taint, merge, still_there
+from nanlab.tracing.events import Event, Parts, Taint, merge
 from nanlab.tracing.names import UNNAMED, Names, name_in_frames
 from nanlab.tracing.values import as_list, bad, bad_mask, is_float, is_mask, key_of, plain, span
 from nanlab.tracing.where import Place, line_of, walk
@@ -38,6 +39,7 @@ HARMLESS = {
     "add": lambda by, wide: True,
 }
 LOOKED_AT = ("slice_backward", "cat", "clone")  # copies of gradients
+GONE = Was(None, None)
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 
 
@@ -175,7 +177,7 @@ class Tracer(TorchDispatchMode):
     def sink_loss(self, name: str, loss: Tensor) -> None:
         """Alone, what reaches a loss is not meant."""
         self.sink(name, loss)
-        reached = [e.root() for e in self.blame(loss, kind)] if (kind := bad(loss)) else []
+        reached = [e.root() for e in self.guilty(loss, kind)] if (kind := bad(loss)) else []
         if all(root.deliberate for root in reached):
             for root in reached:
                 root.deliberate = False
@@ -213,16 +215,16 @@ class Tracer(TorchDispatchMode):
         self.refused = ()  # whatever an operation refused before, the step went on
         name, writes, skip, overwrites = facts(func)
         written = [t for i, a in writes for t in as_list(args[i] if i < len(args) else kwargs.get(a)) if is_float(t)]
-        before = {}
+        before, given = {}, written
         if overwrites:  # what was there does not matter, unless out= is an input too
             again = () if name.endswith("_") else [id(a) for a in args]
-            before = {id(t): bad(t) if id(t) in again else None for t in written}
-        elif self.steps[-1] is None:  # an optimizer's tensors were looked at when it began, and after every write
-            before = {id(t): bad(t) for t in written}
+            before, given = dict.fromkeys(map(id, written), GONE), [t for t in written if id(t) in again]
+        if self.steps[-1] is None:  # an optimizer's tensors were looked at when it began, and after every write
+            before |= {id(t): self.as_it_is(t) for t in given}
         try:
             out = func(*args, **kwargs)
         except Exception:
-            self.refused = merge(self.blame(t, kind) for t in args if is_float(t) and (kind := bad(t)))
+            self.refused = merge(self.guilty(t, kind) for t in args if is_float(t) and (kind := bad(t)))
             raise
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
@@ -235,15 +237,19 @@ class Tracer(TorchDispatchMode):
         found = [(i, t, kind) for i, t in enumerate(outs) if (kind := bad(t))]
         try:
             if found:
-                birth = Birth(op=name, func=func, args=args, kwargs=kwargs, returned=as_list(out))
-                self.note(birth, outs, found, before)
+                birth = Birth(op=name, func=func, args=args, kwargs=kwargs, returned=as_list(out), before=before)
+                self.note(birth, outs, found)
             self.came -= set(map(key_of, written if self.came else ()))
             self.remember(name, args, out, outs)
         except Exception as error:  # the step must go on: an event without a closer look is better than none
             for _, t, kind in found:
                 event = self.event(name, kind=kind.strip("-"), cause="unknown", explanation=f"({error!r})")
-                self.taint.record(t, (event,))
+                self.taint.record(t, [(bad_mask(t), (event,))])
         return out
+
+    def as_it_is(self, t: Tensor) -> Was:
+        """A tensor that an operation is about to write."""
+        return Was(kind, t.clone(), self.blame(t, kind)) if (kind := bad(t)) else Was("", t)
 
     def decomposed(self, func, args: tuple, kwargs: dict):
         """In inference mode composite operations arrive whole: take them apart, and watch the parts."""
@@ -264,9 +270,9 @@ class Tracer(TorchDispatchMode):
         kind = bad(args[0]) if looks else ""
         if kind and not drawn:
             if all(e.phase == "data" for e in self.reads.get(kind, ())):  # a sentinel may have been read before
-                self.reads[kind] = self.blame(args[0], kind)
+                self.reads[kind] = self.guilty(args[0], kind)
         elif kind == "nan":
-            self.chosen = self.blame(args[0], kind)  # argmax, long(), a drawn token
+            self.chosen = self.guilty(args[0], kind)  # argmax, long(), a drawn token
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
 
@@ -277,26 +283,26 @@ class Tracer(TorchDispatchMode):
         rule, by = HARMLESS.get(name.removeprefix("_foreach_").rstrip("_")), args[-1] if args else None
         return bool(rule) and isinstance(by, (int, float)) and rule(by, as_list(args[0])[0].element_size() >= 4)
 
-    def note(self, birth: Birth, outs: list[Tensor], found: list, before: dict[int, str | None]) -> None:
+    def note(self, birth: Birth, outs: list[Tensor], found: list) -> None:
         """Some outputs are not finite: carried on from the inputs, or born here?"""
-        born: list[Event] = []
+        events: dict = {}  # one operation may hold several faults, of which each may be dropped alone
         for i, t, kind in found:
-            case = birth.aligned(i, len(outs), out=t, kind=kind)
+            case = birth.aligned(i, len(outs), out=t)
             if self.steps[-1] is not None:
-                before.setdefault(id(t), kind if key_of(t) in self.taint else "")
-            inputs = [(a, x, before[id(x)] if id(x) in before else bad(x)) for a, x in case.tensors()]
-            case.inputs = [(a, x, "" if a in MASKS and k == "-inf" else k) for a, x, k in inputs if k is not None]
-            blame = {id(x): still_there(kind, self.blame(x, k)) for _, x, k in case.inputs if k}
-            carried, parents, is_born = trace(case, blame, before)
-            if is_born and not born:
-                born = [self.born(case, parents, id(t) in before)]
-                # One operation, and two faults: each may be dropped alone.
-                if case.kind == "nan" and case.fresh is not None and (infs := case.fresh & ~torch.isnan(t)).any():
-                    case.kind, case.fresh = bad(torch.where(infs, t, 0)), infs
-                    born.append(self.born(case, parents, id(t) in before))
-            self.last = self.latest[kind] = (*carried, *born) if is_born else carried
-            self.taint.record(t, self.last)
-            if before.get(id(t), "") is None or birth.op in COPIES or any(e.name for e in born):
+                case.before.setdefault(id(t), Was(kind if key_of(t) in self.taint else "", t))
+            was = [(a, *case.before.get(id(x), Was(bad(x), x))) for a, x in case.tensors()]
+            blame = {id(x): parts or self.blame(x, k) for _, k, x, parts in was if k}
+            case.inputs = [(a, x, "" if a in MASKS and k == "-inf" else k) for a, k, x, _ in was if k is not None]
+            parts, born = trace(case, sources(case.inputs, blame))
+            for mask, of in born:
+                key = tuple(s.events for s in of), torch.isnan(plain(t)[mask][0]).item()
+                if key not in events:
+                    events[key] = self.born(case.at(mask, of), merge(s.events for s in of), id(t) in case.before)
+                parts.append((mask, (events[key],)))
+            self.taint.record(t, parts)
+            self.last = self.latest[kind] = merge(e for _, e in parts)
+            copied = case.before.get(id(t)) is GONE or birth.op in COPIES or any(e.name for e in events.values())
+            if copied and torch._C._current_graph_task_id() == -1:  # a gradient is no place where anybody puts them
                 self.put.add(key_of(t))
 
     def born(self, birth: Birth, parents: tuple[Event, ...], written: bool) -> Event:
@@ -314,15 +320,14 @@ class Tracer(TorchDispatchMode):
         if literal and (event.phase == "forward" or (moved and event.cause == "unknown")):
             what = "a number given to" if moved else CONSTANT
             event.cause, event.phase, event.name = "bad_input", "data", f"{what} {event.op}"
-        mask = birth.where() & (torch.isnan(plain(birth.out)) if event.kind == "nan" else True)
         event.parents = () if event.cause == "empty_mean" else merge([parents, read])
         # The logarithm of 0 and 1 is a mask that will be added.
         selects = event.cause == "log_of_zero" and self.counts.whole(birth.get("self")) and is_mask(birth.out)
         passed_on = birth.op == "_log_softmax" and bool(parents) and all(p.deliberate for p in parents)
-        meant = (literal and not moved) or passed_on or (selects and not mask.all())
+        meant = (literal and not moved) or passed_on or (selects and not birth.fresh.all())
         event.deliberate = birth.kind != "nan" and bool(meant)
         inputs = [f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs]
-        return event.about(birth.out, mask, inputs=inputs)
+        return event.about(birth.out, birth.fresh, inputs=inputs)
 
     def look_around(self, birth: Birth, phase: str, parents: tuple[Event, ...]) -> None:
         """What the table of causes asks of the step around an operation."""
@@ -334,18 +339,21 @@ class Tracer(TorchDispatchMode):
             # Adafactor has a pair of them.
             birth.eps = [float(e) for g in self.steps[-1].param_groups for e in as_list(g.get("eps")) if e is not None]
 
-    def blame(self, x: Tensor, kind: str) -> tuple[Event, ...]:
-        """Whose fault is the first bad element of ``x``? Nobody's here, if it came in from outside."""
-        if (events := self.taint.behind(x)) is None:
-            return (self.arrived(x, kind),)
-        for e in events if key_of(x) in self.put else ():
+    def guilty(self, x: Tensor, kind: str) -> tuple[Event, ...]:
+        return merge(events for _, events in self.blame(x, kind))
+
+    def blame(self, x: Tensor, kind: str) -> Parts:
+        """Whose fault are the bad elements of ``x``? Nobody's here, if they came in from outside."""
+        if (parts := self.taint.behind(x)) is None:
+            return [(bad_mask(x), (self.arrived(x, kind),))]
+        for e in merge(events for _, events in parts) if key_of(x) in self.put else ():
             if e.phase == "data" and not e.deliberate and e.name.startswith((UNNAMED, CONSTANT)):
                 name, cause, whole = self.names.find(x)  # a constant is called by what it was put into
                 if cause == "bad_state" or (name != UNNAMED and e.name == UNNAMED):
                     phase = "state" if cause == "bad_state" else "data"
                     seen = e.about(whole, bad_mask(whole), name=name, op=name, cause=cause, phase=phase)
                     vars(e).update(vars(seen), inputs=[f"{name}: {span(whole)}"])
-        return events
+        return parts
 
     def arrived(self, x: Tensor, kind: str) -> Event:
         variable = getattr(torch._C._current_autograd_node(), "variable", None)
@@ -365,7 +373,7 @@ class Tracer(TorchDispatchMode):
         event.amount += ", inf among them" * (kind == "nan" and bool(plain(whole).isinf().any()))
         if key_of(x) in self.lifted or (name == UNNAMED and not known):  # made of a bad number that had been read
             event.parents = self.reads.get(kind, ())
-        self.taint.record(x, (event,))
+        self.taint.record(x, [(bad_mask(x), (event,))])
         self.came.add(key_of(x))
         return event
 
@@ -375,7 +383,7 @@ class Tracer(TorchDispatchMode):
         """Something that ought to be finite: remember whose fault it is, if it is not. ``role``: see ``excused``."""
         events, kind = (), ""
         if is_float(value):
-            events = still_there(kind, self.blame(value, kind)) if (kind := bad(value)) else ()
+            events = self.guilty(value, kind) if (kind := bad(value)) else ()
         elif isinstance(value, Tensor):
             events = self.chosen if value.dtype is not torch.bool else ()
         elif isinstance(value, (float, np.floating, np.ndarray)) and np.asarray(value).dtype.kind == "f":
@@ -387,21 +395,3 @@ class Tracer(TorchDispatchMode):
                 events = (Event(n=self.n, op=name, phase="forward", kind=kind.strip("-"), cause="unknown"),)
         if events:
             self.sinks[role, name] = merge([self.sinks.get((role, name), ()), events])
-
-
-def trace(birth: Birth, blame: dict[int, tuple], before: dict) -> tuple[tuple, tuple, bool]:
-    """(events carried on, parents of what is born, is anything born). Element by element where places correspond."""
-    bad_in = [(x, k) for _, x, k in birth.inputs if k]
-    if birth.pointwise() and not any(id(x) in before for x, _ in bad_in):
-        out, nan = bad_mask(birth.out), torch.isnan(birth.out)
-        was = lambda test: functools.reduce(torch.logical_or, (test(x) for x, _ in bad_in), torch.zeros_like(out))
-        birth.fresh = (out & ~was(bad_mask)) | (nan & ~was(torch.isnan))
-        touching = lambda where: merge(blame[id(x)] for x, _ in bad_in if (bad_mask(x) & where).any())
-        if birth.fresh.any():  # what it is, and what made it, is to be seen at the new places only
-            there = lambda x: bad(torch.where(birth.fresh, x, 0))
-            birth.kind, birth.inputs = there(birth.out), [(a, x, k and there(x)) for a, x, k in birth.inputs]
-        return touching(out & ~birth.fresh), touching(birth.fresh), bool(birth.fresh.any())
-    # log_softmax of −inf is a log of zero: a probability of zero becomes visible here, whatever masked it
-    visible = birth.op in ("_log_softmax", "logsumexp") and birth.kind != "nan"
-    same = [x for x, k in bad_in if (k == "nan" or birth.kind != "nan") and not visible]
-    return merge(blame[id(x)] for x in same), () if same else merge(blame.values()), not same

@@ -1,0 +1,102 @@
+"""Which bad numbers that went into an operation are behind each bad number that came out, and which were born in it.
+
+The operation is asked itself: it is done again with bad inputs of one history only, and finite numbers in place of the
+others. Where the output is bad again, those inputs are enough for it; where it is bad without any, it is born here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanlab.tracing.causes import Birth
+from nanlab.tracing.events import Event, Parts, merge
+from nanlab.tracing.values import bad_mask, plain
+
+MANY = 8  # sources, or sets of them; what is beyond that is not told apart
+HARMLESS = 0.5  # in place of a bad number: no function has an edge or a pole there
+
+
+class Source(NamedTuple):
+    """Bad inputs with one history, all NaN or all inf. ``masks``: id of an input → which of its elements."""
+
+    events: tuple[Event, ...]
+    nan: bool
+    masks: dict[int, Tensor]
+
+
+def sources(inputs: Sequence[tuple[str, Tensor, str]], blame: dict[int, Parts]) -> list[Source]:
+    found: dict[tuple, Source] = {}
+    for _, x, kind in inputs:
+        for mask, events in blame[id(x)] if kind else ():
+            nan = mask & torch.isnan(plain(x))
+            for is_nan, own in ((True, nan), (False, mask & ~nan)):
+                if own.any():
+                    found.setdefault((events, is_nan), Source(events, is_nan, {})).masks[id(x)] = own
+    return list(found.values())
+
+
+def trace(birth: Birth, found: list[Source]) -> tuple[Parts, list[tuple[Tensor, list[Source]]]]:
+    """(elements that are carried on, with their events; elements that are born, with the sources they are born of)."""
+    out, nan = bad_mask(birth.out), torch.isnan(plain(birth.out))
+    altered = any(x is birth.out for _, x, kind in birth.inputs if kind)  # by an optimizer, and what was is not known
+    birth.matched = birth.pointwise() and not altered
+    if len(found) == 1 and found[0].nan and nan.all():
+        return [(out, found[0].events)], []
+    # log_softmax of −inf is a log of zero: a probability of zero becomes visible here, whatever masked it
+    visible = birth.op in ("_log_softmax", "logsumexp")
+    carried, born = [], []
+    for mask, of in behind(birth, found, out) if found and not altered else [(out, found)]:
+        for is_nan, place in ((True, mask & nan), (False, mask & ~nan)):
+            if place.any() and any(s.nan == is_nan for s in of) and (is_nan or not visible):
+                carried.append((place, merge(s.events for s in of)))
+            elif place.any():
+                born.append((place, of))
+    return carried, born
+
+
+def behind(birth: Birth, found: list[Source], out: Tensor) -> list[tuple[Tensor, list[Source]]]:
+    """The bad elements of the output, by the sources behind them; by none where they are born of finite numbers."""
+    if len(found) > MANY or (fresh := bad_with(birth, found, [], out)) is None:
+        return [(out, found)]
+    left = out & ~fresh
+    alone = lambda: torch.stack([bad_with(birth, found, [s], out) for s in found])
+    enough = alone() if len(found) > 1 else out[None]
+    if (together := left & ~enough.any(0)).any():  # it takes several: those without which it would not be bad
+        needed = ~torch.stack([bad_with(birth, found, [s for s in found if s is not one], out) for one in found])
+        enough = torch.where(together, needed | ~needed.any(0), enough)
+    return [(fresh, []), *((mask, list(compress(found, which))) for mask, which in split(enough, left))]
+
+
+def split(bits: Tensor, left: Tensor) -> list[tuple[Tensor, list[bool]]]:
+    """The places that are ``left``, by what ``bits`` (first dimension) are there."""
+    groups: list[tuple[Tensor, list[bool]]] = []
+    while left.any():
+        which = bits.reshape(len(bits), -1)[:, left.flatten().byte().argmax()]
+        mask = left & (bits == which.view(-1, *[1] * left.dim())).all(0)
+        if len(groups) == MANY:
+            which, mask = torch.ones_like(which), left
+        groups.append((mask, which.tolist()))
+        left = left & ~mask
+    return groups
+
+
+def bad_with(birth: Birth, found: list[Source], kept: list[Source], out: Tensor) -> Tensor | None:
+    """Which bad elements of the output would be bad as well if of all sources there were only those of ``kept``?"""
+
+    def change(x: object) -> object:
+        was = birth.before.get(id(x))
+        numbers = x if was is None or was.numbers is None else was.numbers
+        drop = [s.masks[id(numbers)] for s in found if s not in kept and id(numbers) in s.masks]
+        drop += [bad_mask(x)] if was and numbers is x else []  # it has become so only now
+        numbers = numbers.clone() if was or drop else numbers
+        for mask in drop:
+            plain(numbers)[mask] = HARMLESS
+        return numbers
+
+    again = birth.again(change)
+    return None if again is None else out & bad_mask(again)
