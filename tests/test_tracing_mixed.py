@@ -186,3 +186,28 @@ def what_is_left(run):
 def test_an_operation_done_again_changes_nothing():
     for plain, traced in zip(what_is_left(lambda step: step()), what_is_left(locate), strict=True):
         torch.testing.assert_close(traced, plain, rtol=0, atol=0, equal_nan=True)
+
+
+OPTIMIZERS = {
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
+    "AdamW one by one": lambda p: torch.optim.AdamW(p, foreach=False, fused=False),
+    "SGD fused": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, fused=True),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_one_operation_of_the_optimizer_writes_is_no_input_of_it(make):
+    """The averages of a first step have no name and no history yet; the same call fills and reads them."""
+    layer, x = nn.Linear(4, 3), torch.randn(2, 4)
+    optimizer = make(layer.parameters())
+
+    def step():
+        loss = layer(x).mean() / (x * 0).sum()  # the only fault
+        loss.backward()
+        optimizer.step()
+
+    report = locate(step)
+    assert (report.cause, report.source) == ("division_by_zero", line("the only fault"))
+    assert report.others == []

@@ -43,7 +43,7 @@ def sources(inputs: Sequence[tuple[str, Tensor, str]], blame: dict[int, Parts]) 
 def trace(birth: Birth, found: list[Source]) -> tuple[Parts, list[tuple[Tensor, list[Source]]]]:
     """(elements that are carried on, with their events; elements that are born, with the sources they are born of)."""
     out, nan = bad_mask(birth.out), torch.isnan(plain(birth.out))
-    altered = any(x is birth.out for _, x, kind in birth.inputs if kind)  # by an optimizer, and what was is not known
+    altered = any(kind and id(x) in birth.before for _, x, kind in birth.inputs)  # by an optimizer
     birth.matched = birth.pointwise() and not altered
     if len(found) == 1 and found[0].nan and nan.all():
         return [(out, found[0].events)], []

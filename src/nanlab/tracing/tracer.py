@@ -286,10 +286,10 @@ class Tracer(TorchDispatchMode):
     def note(self, birth: Birth, outs: list[Tensor], found: list) -> None:
         """Some outputs are not finite: carried on from the inputs, or born here?"""
         events: dict = {}  # one operation may hold several faults, of which each may be dropped alone
+        for t in outs if self.steps[-1] is not None else ():
+            birth.before.setdefault(id(t), Was(bad(t) if key_of(t) in self.taint else "", t))
         for i, t, kind in found:
             case = birth.aligned(i, len(outs), out=t)
-            if self.steps[-1] is not None:
-                case.before.setdefault(id(t), Was(kind if key_of(t) in self.taint else "", t))
             was = [(a, *case.before.get(id(x), Was(bad(x), x))) for a, x in case.tensors()]
             blame = {id(x): parts or self.blame(x, k) for _, k, x, parts in was if k}
             case.inputs = [(a, x, "" if a in MASKS and k == "-inf" else k) for a, k, x, _ in was if k is not None]
