@@ -1,9 +1,12 @@
 """The command line: exit status, one line for bad input, text and JSON."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from datasets import Dataset
@@ -348,6 +351,37 @@ def test_what_the_system_refuses_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(cli, "COMMANDS", (cli.Command("fail", "fails", (), fail),))
     assert cli.main(["fail"]) == 2
     assert capsys.readouterr().err == "nanlab: /nothing/here: No such file or directory\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_ctrl_c_ends_any_command_with_one_line(tmp_path):
+    """The file is a pipe: once it can be opened for writing, the command is reading from it."""
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from nanlab.cli import main; sys.exit(main(sys.argv[1:]))"
+    for command in (["preflight", str(pipe), "--tokenizer", "tiny"], ["autopsy", str(pipe)]):
+        start = [sys.executable, "-c", code, *command]
+        with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+            writer = None
+            while writer is None and run.poll() is None:
+                with contextlib.suppress(OSError):
+                    writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                time.sleep(0.02)
+            run.send_signal(signal.SIGINT)
+            out, err = run.communicate(timeout=120)
+        os.close(writer)
+        assert (run.returncode, out, err) == (130, "", "nanlab: stopped\n")
+
+
+def test_ctrl_c_during_a_check_keeps_the_lines_that_were_told(monkeypatch, capsys):
+    def stop(everything):
+        yield cli.Line("first", "told")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_lines", stop)
+    assert cli.main(["check", "--all"]) == 130
+    assert capsys.readouterr() == ("ok    first         told\n", "nanlab: stopped\n")
 
 
 def in_a_shell(*arguments):

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from nanlab.findings import Finding, Findings
+from nanlab.findings import Finding, Findings, amount
 
 ROWS = Finding(
     "truncated_away", 7, "7 rows: no answer < is left.", "Drop them.", "03_empty_batch", array("q", range(7))
@@ -68,3 +68,8 @@ def test_json_keeps_every_row_in_plain_types(findings):
 
 def test_the_unit_heads_the_column_of_places():
     assert "steps" in str(Findings([ROWS], subject="a log", unit="step"))
+
+
+def test_an_amount_has_the_right_form_of_its_word():
+    assert [amount(n, "row") for n in (0, 1, 2, 12_345)] == ["0 rows", "1 row", "2 rows", "12,345 rows"]
+    assert [amount(n, "entry", "entries") for n in (1, 2)] == ["1 entry", "2 entries"]

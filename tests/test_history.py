@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import tracemalloc
+import warnings
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from nanlab import autopsy
 from nanlab.errors import InputError
+from nanlab.findings import amount
 from nanlab.history import CHECKS, _onset
 
 NAN, INF = math.nan, math.inf
@@ -225,7 +227,7 @@ PLANTED = {
     "sudden_divergence": (train([*falling(20), NAN], [*steady(20), NAN]), 21, {"nan_loss"}),
     "repeated_loss": (train([*falling(9), *[1.23456789] * 4, 1.1], steady(14)), 10, set()),
     "no_progress": (evals(1.5, 1.4, 1.25, 1.25, 1.25, eval_runtime=3.0), 30, set()),
-    "bad_learning_rate": (train(falling(4), steady(4), [1e-5, 1e-5, NAN, NAN]), 3, {"nan_metrics"}),
+    "bad_learning_rate": (train(falling(4), steady(4), [1e-5, 1e-5, NAN, NAN]), 3, set()),
     "nan_eval_loss": (train(falling(12), steady(12)) + evals(1.5, NAN), 20, set()),
     "eval_of_dead_model": (
         train([*falling(8), 0.0, 0.0], [*steady(8), NAN, NAN]) + evals(NAN),
@@ -267,6 +269,24 @@ def test_the_onset_of_a_divergence_is_found(seed):
     assert finding.code == "gradual_divergence"
     hidden = math.log(10**0.25) / math.log(growth)  # entries that still lie within the scatter of the calm part
     assert -3 <= finding.rows[0] - (calm + 1) <= hidden + 3
+
+
+def test_one_entry_is_told_in_the_singular():
+    told = {finding.code: finding.message for finding in autopsy([{"step": 1, "loss": NAN, "learning_rate": NAN}])}
+    assert told["nan_loss"] == "The loss is NaN or inf in 1 entry, first at step 1."
+    assert told["bad_learning_rate"] == "The learning rate is NaN or inf in 1 entry, first at step 1."
+    (dead,) = autopsy([{"step": 1, "eval_loss": 0.0}])
+    assert "first at step 1 (1 evaluation):" in dead.message
+    assert str(autopsy([{"step": 1, "loss": 1.0}])) == "Nothing found in 1 log entry of the log history."
+    assert autopsy(train(falling(2), steady(2))).subject == "2 log entries of the log history"
+
+
+@pytest.mark.parametrize("huge", [1e308, -1.7e308, INF])
+def test_numbers_near_the_largest_float_give_no_warning(huge):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autopsy(train([*falling(9), huge, huge, 1.0], [*steady(9), 1.0, huge, huge]))
+        autopsy(train([huge] * 12, explode(12, 4), loss_scale=[huge, -huge] * 6))
 
 
 def test_a_grad_scaler_at_work_is_not_a_dead_run():
@@ -426,7 +446,8 @@ def test_a_file_cut_anywhere_gives_its_complete_entries_or_one_line(write, tmp_p
             assert len(findings.log.entries) == complete
             damaged = findings.codes[:1] == ["damaged_file"]
             assert damaged != (write is write_lines and whole[cut - 1 : cut + 1] in (b"}\n", b"\n{"))
-            assert not damaged or f"{complete} complete entries" in findings[0].message
+            told = amount(complete, "complete entry", "complete entries")
+            assert not damaged or f"{told} could be recovered" in findings[0].message
 
 
 def test_damage_inside_costs_only_the_entry_it_hits(tmp_path):

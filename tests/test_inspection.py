@@ -457,6 +457,16 @@ def test_a_set_up_fault_drops_no_row(capsys):
     assert capsys.readouterr().out == "kept 4 of 4 rows\n"
 
 
+def test_one_row_is_told_in_the_singular(capsys):
+    rows = [{**PAIR, "prompt": None}]
+    findings = look(rows)
+    assert findings.subject == "1 row and the set-up"
+    assert findings.clean(rows) == []
+    assert capsys.readouterr().out == "kept 0 of 1 row; dropped 1 missing_text\n"
+    with pytest.raises(InputError, match=r"clean\(\) got 2 rows, preflight saw 1"):
+        findings.clean(rows * 2)
+
+
 @pytest.mark.parametrize("pad", [PAD, END])
 @pytest.mark.parametrize("max_length", [1, 2, 3, 6, 60])
 def test_clean_keeps_the_rows_that_our_trainers_train_on(max_length, pad):

@@ -529,8 +529,9 @@ def test_bad_columns_and_bad_folders(tmp_path):
     path = write(tmp_path / "pairs.json", TEN)
     with pytest.raises(InputError, match="columns: 'answer' is not one of prompt, chosen"):
         load_preferences(path, columns={"answer": "chosen"})
-    with pytest.raises(InputError, match=r"pairs\.json: no column 'question' for the prompt"):
+    with pytest.raises(InputError, match=r"pairs\.json: no column 'question' for the prompt") as caught:
         load_preferences(path, columns={"prompt": "question"})
+    assert str(caught.value).endswith("rename one (in Python, also load_preferences(…, columns={'prompt': …}))")
     (tmp_path / "empty").mkdir()
     for load in (load_model, load_preferences):
         with pytest.raises(InputError, match="cannot be loaded") as caught:

@@ -1,6 +1,6 @@
 """The command line: `nanlab check`, `nanlab preflight`, `nanlab autopsy`, `nanlab run`.
 
-Exit status 0: nothing found; 1: findings; 2: bad input, told in one line on stderr; 130: a run was stopped by Ctrl-C;
+Exit status 0: nothing found; 1: findings; 2: bad input, told in one line on stderr; 130: stopped by Ctrl-C;
 141: whatever read the output went away. A command is one row of `COMMANDS`.
 """
 
@@ -316,6 +316,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         _drop_output()
         return PIPE_CLOSED
+    except KeyboardInterrupt:
+        _drop_output()
+        print("nanlab: stopped", file=sys.stderr)
+        return STOPPED
     except InputError as error:
         print(f"nanlab: {' '.join(str(error).split())}", file=sys.stderr)
     except OSError as error:  # no space, no permission: the system's doing, and no fault in the code

@@ -46,6 +46,11 @@ class Finding:
         }
 
 
+def amount(number: int, one: str, many: str = "") -> str:
+    """How many of what: "1 row", "1,234 rows"; `many` where an s is not enough."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 class Findings(Sequence):
     """A sequence of `Finding`: false when nothing was found, a table when printed or shown in Jupyter.
 
@@ -73,8 +78,7 @@ class Findings(Sequence):
         return {"subject": self.subject, "unit": self.unit, "findings": [finding.to_dict() for finding in self]}
 
     def _title(self) -> str:
-        number = {0: "Nothing", 1: "1 finding"}.get(len(self), f"{len(self)} findings")
-        return f"{number} found in {self.subject}." if not self else f"{number} in {self.subject}"
+        return f"{amount(len(self), 'finding')} in {self.subject}" if self else f"Nothing found in {self.subject}."
 
     def __repr__(self) -> str:
         if not self:

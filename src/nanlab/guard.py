@@ -650,7 +650,8 @@ class _TrainerLink:
     def loss_for_log(self, loss: Tensor) -> Tensor:
         """Do the work of `logging_nan_inf_filter` on the device: the Trainer's own costs two syncs a micro-batch.
 
-        The log gets the last finite loss in the place of one that is not (the Trainer's filter: the average so far).
+        The log gets the last finite loss in the place of one that is not (the Trainer's filter: a share of the sum so
+        far).
         """
         args = self.trainer.args
         if not args.logging_nan_inf_filter:

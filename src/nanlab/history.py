@@ -1,7 +1,8 @@
 """What the log of a finished (or dead) run gives away, also where the log itself hides it.
 
-transformers writes 0.0, or a running mean, in place of a NaN loss (`logging_nan_inf_filter`, on by default), and from
-5.23 drops NaN batches from `eval_loss`. The footprints stay: the gradient norm, the other metrics, repeated numbers.
+transformers writes 0.0, or a share of the sum since the last entry, in place of a NaN loss (`logging_nan_inf_filter`,
+on by default), and from 5.23 drops NaN batches from `eval_loss`. The footprints stay: the gradient norm, the other
+metrics, repeated numbers.
 
 `CHECKS` is the table of them: code, the function that sees it, what it means, how sure that is, what to run next.
 """
@@ -21,7 +22,7 @@ import numpy as np
 
 from nanlab.errors import InputError
 from nanlab.files import csv_rows
-from nanlab.findings import Finding, Findings
+from nanlab.findings import Finding, Findings, amount
 
 
 def autopsy(path_or_log_history: str | os.PathLike | Sequence[Mapping]) -> Autopsy:
@@ -45,9 +46,11 @@ class Autopsy(Findings):
     """What `autopsy` found; `log` is what it read."""
 
     def __init__(self, log: Log) -> None:
-        found = ((check, check.see(log)) for check in CHECKS)
+        with np.errstate(over="ignore", invalid="ignore"):  # a log may hold any number, up to the largest, and inf
+            found = [(check, check.see(log)) for check in CHECKS]
         findings = [check.finding(seen) for check, seen in found if seen]
-        super().__init__(findings, subject=f"{len(log.entries):,} log entries of {log.source}", unit="step")
+        what = amount(len(log.entries), "log entry", "log entries")
+        super().__init__(findings, subject=f"{what} of {log.source}", unit="step")
         self.log = log
 
     def plot(self):
@@ -195,7 +198,8 @@ def _parse(path: Path) -> tuple[list[Mapping], str, str]:
     entries = list(_salvage(text))
     if not entries:
         raise InputError(f"{path}: no complete log entry can be read from it; is it a trainer_state.json?")
-    return entries, str(path), f"{len(entries)} complete entries were recovered, the last of step {_last_step(entries)}"
+    what = amount(len(entries), "complete entry", "complete entries")
+    return entries, str(path), f"{what} could be recovered, the last of step {_last_step(entries)}"
 
 
 def _left_out(odd: int, count: int) -> str:
@@ -328,8 +332,8 @@ def _nan_metrics(log: Log) -> Seen | None:
     for entry in log.entries:
         loss = entry.get("eval_loss", entry.get("loss", math.nan))
         finite = math.isfinite(loss) and loss != 0 and math.isfinite(entry.get("grad_norm", 0.0))
-        bad = [name for name, value in entry.items() if not math.isfinite(value)] if finite else []
-        if bad:
+        bad = [name for name, value in entry.items() if name != "learning_rate" and not math.isfinite(value)]
+        if finite and bad:  # a learning rate is no metric: `_bad_rate` sees it
             steps.append(entry["step"])
             names.update(dict.fromkeys(bad))
     return Seen(steps, "likely", ", ".join([*names][:3])) if steps else None
@@ -484,7 +488,7 @@ def _diverges(kind: str) -> Callable[[Log], Seen | None]:
 
 
 class Check(NamedTuple):
-    """`see(log)` gives the steps or None; `message` may use {first}, {count} and {detail}."""
+    """`see(log)` gives the steps or None; `message` may use {first}, {entries}, {evaluations} and {detail}."""
 
     code: str
     see: Callable[[Log], Seen | None]
@@ -494,7 +498,12 @@ class Check(NamedTuple):
 
     def finding(self, seen: Seen) -> Finding:
         steps = [int(step) for step in seen.steps]
-        fill = {"first": steps[0] if steps else "", "count": len(steps), "detail": seen.detail}
+        fill = {
+            "first": steps[0] if steps else "",
+            "entries": amount(len(steps), "entry", "entries"),
+            "evaluations": amount(len(steps), "evaluation"),
+            "detail": seen.detail,
+        }
         message, fix = self.message.format(**fill), self.fix.format(**fill)
         return Finding(self.code, len(steps) or 1, message, fix, self.lesson, steps, seen.confidence)
 
@@ -513,7 +522,7 @@ CHECKS = (
     Check(
         "filter_footprint",
         _filter_footprint,
-        "Loss exactly 0.0 beside a grad_norm that is not finite, from step {first} on ({count} entries): the 0.0 "
+        "Loss exactly 0.0 beside a grad_norm that is not finite, from step {first} on ({entries}): the 0.0 "
         "was NaN. logging_nan_inf_filter wrote it, and train_loss averages these zeros too.",
         "Set logging_nan_inf_filter=False. " + _LOCATE + " in the steps up to {first}.",
         GUARD,
@@ -521,14 +530,14 @@ CHECKS = (
     Check(
         "nan_loss",
         _nan_loss,
-        "The loss is NaN or inf in {count} entries, first at step {first}.",
+        "The loss is NaN or inf in {entries}, first at step {first}.",
         _LOCATE + " at step {first}; nanlab.watch(trainer) keeps the weights while you look.",
         "08_locate",
     ),
     Check(
         "gradient_not_finite",
         _bad_gradient,
-        "A finite loss beside a grad_norm that is NaN or inf to the end, from step {first} on ({count} entries): "
+        "A finite loss beside a grad_norm that is NaN or inf to the end, from step {first} on ({entries}): "
         "the fault is in the backward pass, the norm overflows, or the loss is an average that hides NaN steps.",
         "Set logging_nan_inf_filter=False and logging_steps=1. " + _LOCATE + " at step {first}.",
         "08_locate",
@@ -536,7 +545,7 @@ CHECKS = (
     Check(
         "steps_skipped",
         _steps_skipped,
-        "The learning rate stands still without a finite gradient, from step {first} on ({count} entries): the "
+        "The learning rate stands still without a finite gradient, from step {first} on ({entries}): the "
         "optimizer takes no step.",
         "The loss scale cannot help when the loss itself overflows: use bf16 or fp32. " + _LOCATE + ".",
         HALF,
@@ -551,7 +560,7 @@ CHECKS = (
     Check(
         "no_gradient",
         _no_gradient,
-        "Loss and gradient are exactly 0 from step {first} on ({count} entries): no token carried loss, and the "
+        "Loss and gradient are exactly 0 from step {first} on ({entries}): no token carried loss, and the "
         "filter wrote the NaN as 0.0.",
         "Run nanlab.preflight(dataset, tokenizer, max_length=…): look for truncated_away and no_label.",
         EMPTY,
@@ -575,7 +584,7 @@ CHECKS = (
     Check(
         "repeated_loss",
         _repeated_loss,
-        "The same loss to the last digit, first at step {first} ({count} entries): a filter repeats a mean, or no "
+        "The same loss to the last digit, first at step {first} ({entries}): a filter stood in for NaN, or no "
         "step is taken.",
         "Set logging_nan_inf_filter=False and logging_steps=1; compare the weights before and after one step.",
         GUARD,
@@ -583,21 +592,21 @@ CHECKS = (
     Check(
         "no_progress",
         _no_progress,
-        "{count} evaluations from step {first} on are alike to the last digit: the weights do not change.",
+        "{evaluations} from step {first} on are alike to the last digit: the weights do not change.",
         "Look at the learning rate, at frozen parameters, at fp16 weights, and at a GradScaler that skips every step.",
         HALF,
     ),
     Check(
         "bad_learning_rate",
         _bad_rate,
-        "The learning rate is NaN or inf in {count} entries, first at step {first}.",
+        "The learning rate is NaN or inf in {entries}, first at step {first}.",
         "Look at the scheduler: warm-up of 0 steps, division by a total of 0 steps.",
         RATE,
     ),
     Check(
         "nan_eval_loss",
         _empty_evaluation,
-        "eval_loss is not finite from step {first} on ({count} evaluations) while training is{detail}: some "
+        "eval_loss is not finite from step {first} on ({evaluations}) while training is{detail}: some "
         "evaluation batch has no token that carries loss.",
         "Run nanlab.preflight on the evaluation set with max_length; use nanlab.trainers, or nanlab.locate(trainer, "
         "mode='eval').",
@@ -606,14 +615,14 @@ CHECKS = (
     Check(
         "eval_of_dead_model",
         _dead_evaluation,
-        "eval_loss is not finite in {count} evaluations from step {first} on, after training had died.",
+        "eval_loss is not finite in {evaluations} from step {first} on, after training had died.",
         "Look at the training steps before it, not at the evaluation.",
         GUARD,
     ),
     Check(
         "nan_metrics",
         _nan_metrics,
-        "{detail}: not finite beside a finite loss, first at step {first} ({count} entries). NaN batches were left "
+        "{detail}: not finite beside a finite loss, first at step {first} ({entries}). NaN batches were left "
         "out of the loss (transformers 5.23 and later do so), or the metric is a mean over nothing.",
         "Run nanlab.preflight on that data set; set logging_nan_inf_filter=False and evaluate again.",
         "10_case_tpo_evaluate",
@@ -621,7 +630,7 @@ CHECKS = (
     Check(
         "zero_eval_loss",
         _zero_evaluation,
-        "eval_loss is exactly 0.0, first at step {first} ({count} evaluations): an average over nothing that was "
+        "eval_loss is exactly 0.0, first at step {first} ({evaluations}): an average over nothing that was "
         "called 0, and the best model for metric_for_best_model.",
         "Report NaN where nothing was averaged (nanlab.WeightedMean), and evaluate again.",
         EMPTY,
@@ -629,7 +638,7 @@ CHECKS = (
     Check(
         "lying_accuracy",
         _lying_accuracy,
-        "Accuracies of 0.0 beside margins of NaN, first at step {first} ({count} entries): a comparison with NaN is "
+        "Accuracies of 0.0 beside margins of NaN, first at step {first} ({entries}): a comparison with NaN is "
         "False, so nothing was measured.",
         "Do not read this accuracy. Find what made the margins NaN: " + _LOCATE + ".",
         "11_case_dpo_pythia",
@@ -637,7 +646,7 @@ CHECKS = (
     Check(
         "excluded_rows",
         _excluded_rows,
-        "Rows with a non-finite loss were left out of the averages, first at step {first} ({count} entries).",
+        "Rows with a non-finite loss were left out of the averages, first at step {first} ({entries}).",
         _LOCATE + " on those rows; the averages are over the rest only.",
         GUARD,
     ),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanlab.errors import InputError
-from nanlab.findings import Finding, Findings
+from nanlab.findings import Finding, Findings, amount
 from nanlab.rows import IGNORED, NUMBERS, Batch, Rows, Setup, Tokens, as_list, length_limit
 
 
@@ -69,7 +69,7 @@ class Preflight(Findings):
     """What `preflight` found."""
 
     def __init__(self, findings: Sequence[Finding], dead: np.ndarray) -> None:
-        super().__init__(findings, subject=f"{len(dead):,} rows and the set-up", unit="row")
+        super().__init__(findings, subject=f"{amount(len(dead), 'row')} and the set-up", unit="row")
         self._dead = dead
 
     def clean(self, dataset):
@@ -82,7 +82,7 @@ class Preflight(Findings):
         """
         if len(dataset) != len(self._dead):
             raise InputError(
-                f"clean() got {len(dataset)} rows, preflight saw {len(self._dead)}: give it the same data set"
+                f"clean() got {amount(len(dataset), 'row')}, preflight saw {len(self._dead)}: give it the same data set"
             )
         keep = np.flatnonzero(~self._dead)
         left, why = self._dead.copy(), []
@@ -91,7 +91,8 @@ class Preflight(Findings):
             left[first] = False
             if first:
                 why.append(f"{len(first):,} {finding.code}")
-        print(f"kept {len(keep):,} of {len(dataset):,} rows" + (f"; dropped {', '.join(why)}" if why else ""))
+        dropped = f"; dropped {', '.join(why)}" if why else ""
+        print(f"kept {len(keep):,} of {amount(len(dataset), 'row')}{dropped}")
         return dataset.select(keep) if hasattr(dataset, "select") else [dataset[int(row)] for row in keep]
 
 
@@ -222,7 +223,7 @@ class RowCheck(NamedTuple):
     confidence: str = "certain"
 
     def finding(self, rows: Sequence[int]) -> Finding:
-        message = self.message.format(rows="1 row" if len(rows) == 1 else f"{len(rows):,} rows")
+        message = self.message.format(rows=amount(len(rows), "row"))
         return Finding(self.code, len(rows), message, self.fix, self.lesson, rows, self.confidence)
 
 
@@ -668,8 +669,8 @@ SETUP_CHECKS = (
     SetupCheck(
         "nan_filter_on",
         _filter_on,
-        "logging_nan_inf_filter is on: a NaN loss is logged as 0.0 or as a running mean, and NaN batches vanish "
-        "from eval_loss.",
+        "logging_nan_inf_filter is on: a NaN loss is logged as 0.0 or as a share of the sum since the last entry, and "
+        "NaN batches vanish from eval_loss.",
         "Set logging_nan_inf_filter=False, so that the log tells the truth.",
         GUARD,
     ),

@@ -40,10 +40,10 @@ def _finite_sum(numbers: list[float]) -> float:
 
 @dataclass
 class WeightedMean:
-    """Sum of value · weight over sum of weight, with both sums kept exact (`math.fsum`).
+    """Sum of value · weight over sum of weight, with both sums kept to over 150 bits (three floats).
 
-    The result does not change with the order of the updates, the batch size, or the order of merges. A value is a row
-    with weight 1, or a mean over tokens with their number as weight.
+    Within that, the result does not change with the order of the updates, the batch size, or the order of merges. A
+    value is a row with weight 1, or a mean over tokens with their number as weight.
 
     `excluded` is the number of entries left out: those whose value is NaN or inf and those whose weight is 0.
     """

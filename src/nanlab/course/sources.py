@@ -134,7 +134,7 @@ def _find(column: str, asked: str | Sequence[str] | None, have: list[str], place
     file = place.rsplit(", ", 1)[0]
     raise InputError(
         f"{file}: no column {layouts[0][0]!r} for the {column} (there is: {', '.join(map(str, have))}); "
-        f"rename one, or pass columns={{{column!r}: …}}"
+        f"rename one (in Python, also load_preferences(…, columns={{{column!r}: …}}))"
     )
 
 

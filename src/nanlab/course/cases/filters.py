@@ -96,9 +96,9 @@ CASES.append(
         link="https://github.com/huggingface/trl/issues/6702",
         family="logging_filter",
         trap="finite and wrong",
-        story="One answer was empty: the mean of its log-probs is 0/0, at step 6 of 8. The trainer writes the mean of "
-        "earlier losses in place of each nan, while backward and the optimizer use the nan. Set "
-        "logging_nan_inf_filter=False, and look at grad_norm, which nothing filters.",
+        story="One answer was empty: the mean of its log-probs is 0/0, at step 6 of 8. The trainer adds a share of the "
+        "sum since the last entry, sum / (steps + 1), in place of each nan, while backward and the optimizer use the "
+        "nan. Set logging_nan_inf_filter=False, and look at grad_norm, which nothing filters.",
         difficulty=3,
     )
 )
@@ -157,9 +157,9 @@ CASES.append(
         trap="finite and wrong",
         tool="none: compare with a reference",
         lesson="09_guard",
-        story="The mean so far should stand in for a nan: total / (1 + done − last_logged). Without the brackets the "
-        "number of steps is added to the loss. Code that handles nan runs rarely and is tested rarely; better to leave "
-        "the nan out and count it.",
+        story="A share of the sum so far should stand in for a nan: total / (1 + done − last_logged). Without the "
+        "brackets the number of steps is added to the loss. Code that handles nan runs rarely and is tested rarely; "
+        "better to leave the nan out and count it.",
         difficulty=3,
     )
 )

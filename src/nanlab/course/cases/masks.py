@@ -85,8 +85,8 @@ CASES.append(
         link="https://github.com/unslothai/unsloth/pull/9848",
         family="fully_masked_attention_row",
         story="A padding position at the left sees only padding: its softmax has nothing to choose from, and is nan. "
-        "In the next layer the others give it weight 0, and 0 · nan is nan. Every row needs one visible key, even a "
-        "row that nobody reads.",
+        "In the next layer its keys are nan, and the mask is added: nan − inf is nan, so the softmax of every other "
+        "position of that prompt is lost too. Every row needs one visible key, even a row that nobody reads.",
         difficulty=2,
     )
 )

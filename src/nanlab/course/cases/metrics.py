@@ -135,8 +135,8 @@ CASES.append(
         family="logging_filter",
         trap="finite and wrong",
         story="max_length cut off every completion: all labels are -100 and each loss is nan. logging_nan_inf_filter "
-        "replaces a nan with the running mean, which is 0.0 as long as nothing finite was seen. A 0.0 is no "
-        "success.",
+        "replaces a nan with a share of the sum since the last entry, which is 0.0 as long as nothing finite was added "
+        "to it. A 0.0 is no success.",
         difficulty=2,
     )
 )

@@ -130,8 +130,8 @@ CASES.append(
         link="https://github.com/huggingface/trl/issues/1789",
         family="half_optimizer_underflow",
         story="The thread closed without a cause; padding was suspected. A run with all else equal shows that float16 "
-        "weights do it: AdamW's eps of 1e-8 and its squared gradients are 0 there, and it divides by them. Load in "
-        "float32 or bfloat16.",
+        "weights do it: AdamW's eps of 1e-8 is 0 there, its average of squared gradients is 0 there for nearly all "
+        "weights, and it divides by them. Load in float32 or bfloat16.",
         difficulty=2,
         tolerance=1e-4,
     )
@@ -184,8 +184,9 @@ CASES.append(
         also=(("optimizer_underflow", "optimizer", "weight = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]).half())"),),
         link="https://discuss.pytorch.org/t/adam-half-precision-nans/1765",
         family="half_optimizer_underflow",
-        story="The squared gradient and eps = 1e-8 are both 0 in float16. The first weight moves by 0/0, the second by "
-        "something/0, only the third is fine. Let the optimizer keep its weights and its state in float32.",
+        story="Adam's v is 0.001 of the squared gradient, and that is 0 in float16 for the first two weights, as is "
+        "eps = 1e-8. The first weight moves by 0/0, the second by something/0, only the third is fine. Let the "
+        "optimizer keep its weights and its state in float32.",
         difficulty=1,
         tolerance=1e-4,
     )
@@ -260,8 +261,9 @@ CASES.append(
         also=(("optimizer_underflow", "optimizer", "prompt = nn.Parameter(embed(torch.tensor([1, 2])).detach())"),),
         link="https://github.com/matanbt/TROPT/pull/8",
         family="half_optimizer_underflow",
-        story="The prompt was cut out of the embedding and took its float16 with it. Gradients of 1e-4 squared are 0 "
-        "there, and so is eps: the update divides by 0. A frozen model may be half; what is trained may not.",
+        story="The prompt was cut out of the embedding and took its float16 with it. Its gradients are about 1e-3 at "
+        "most: 0.001 of their squares, which is Adam's v, is 0 there, and so is eps: the update divides by 0. A frozen "
+        "model may be half; what is trained may not.",
         difficulty=2,
         tolerance=1e-4,
     )
