@@ -176,7 +176,7 @@ def what_is_left(run):
     def step():
         t = torch.zeros(4, 3).copy_(bad).mul_(2.0)
         t.index_add_(0, torch.tensor([2, 3]), bad[1:3]).cumsum_(1)
-        dropped = F.dropout(t, 0.5)
+        dropped, _ = torch.native_dropout(t, 0.5, True)  # F.dropout on a GPU
         left.extend([t, dropped, norm(t), norm.running_mean, norm.running_var, torch.rand(2)])
 
     run(step)
@@ -211,3 +211,85 @@ def test_what_one_operation_of_the_optimizer_writes_is_no_input_of_it(make):
     report = locate(step)
     assert (report.cause, report.source) == ("division_by_zero", line("the only fault"))
     assert report.others == []
+
+
+# -- operations that are not simply done again ------------------------------------------------------------------------
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_and_dropout_keep_the_rows_of_a_batch_apart(dropout):
+    x = torch.randn(3, 2, 4, 8)
+    x[0, 0, 1] = math.nan
+
+    def step():
+        late = (x[1] * 0 + 200).exp()  # the row that is kept
+        z = F.dropout(torch.stack([x[0], late, x[2]]), dropout)
+        return F.scaled_dot_product_attention(z, z, z)[1:].mean()
+
+    report = locate(step, x=x)
+    assert (report.cause, report.source, report.others) == ("overflow", line("the row that is kept"), []), str(report)
+
+
+def test_a_loop_over_many_samples_is_one_fault():
+    x, weight, lengths = torch.rand(12, 4), torch.ones(4, requires_grad=True), torch.tensor([0] * 10 + [3, 4])
+
+    def step():
+        rows = [(x[i, :n] * weight[:n]).mean() for i, n in enumerate(lengths)]
+        rows[10] = (weight * 200).exp().mean()  # beside ten empty completions
+        return torch.stack(rows)[lengths > 0].mean()
+
+    report = locate(step)
+    assert (report.cause, report.source) == ("overflow", line("beside ten empty completions")), str(report)
+
+
+@pytest.mark.parametrize("pick", [lambda t: t.topk(4).values[1:], lambda t: t.sort(descending=True).values[1:4]])
+def test_what_is_sorted_keeps_its_history(pick):
+    losses, weight = torch.tensor([math.nan, 1.0, 2.0, 3.0, 4.0]), torch.ones(5, requires_grad=True)
+
+    def step():
+        spoilt = losses * weight + torch.where(torch.arange(5) == 3, (weight * 200).exp(), 0.0)  # the second worst
+        return pick(spoilt).mean()
+
+    report = locate(step, losses=losses)
+    assert (report.cause, report.source) == ("overflow", line("the second worst")), str(report)
+
+
+def test_a_finite_number_in_place_of_a_bad_one_makes_no_birth_of_its_own():
+    exponents = torch.tensor([math.nan, 2.0])  # (−2)^0.5 would be NaN as well
+    report = locate(lambda: (torch.tensor([-2.0, 3.0]) ** exponents).sum(), exponents=exponents)
+    assert (report.cause, report.op) == ("bad_input", "batch exponents"), str(report)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_gradient_left_over_from_before_is_state(make):
+    good, spoilt = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    spoilt.grad = torch.tensor([math.nan, 0.0, 0.0])
+    optimizer = make([good, spoilt])
+
+    def step():
+        good.sum().backward()
+        optimizer.step()
+
+    report = locate(step)
+    assert (report.cause, report.op) == ("bad_state", "gradient of #1, left over from before"), str(report)
+    assert report.others == []
+
+
+def test_a_weight_that_was_bad_before_and_is_not_used_does_not_come_first():
+    table = nn.Embedding(6, 4).requires_grad_(False)
+    table.weight[5] = math.inf
+    weight = torch.ones(4, requires_grad=True)
+
+    def step():
+        hidden = table(torch.tensor([5, 1, 2]))[1:] * weight
+        return (hidden / (hidden * 0)).mean()  # this broke the loss
+
+    report = locate(step)
+    assert (report.cause, report.source) == ("division_by_zero", line("this broke the loss")), str(report)
+    assert [other.cause for other in report.others] == ["bad_state"]
+
+
+def test_the_gradient_of_a_number_that_was_bad_is_no_birth_of_its_own():
+    """Which element is the largest is asked by ==, so that the backward of amax() divides by a count of 0."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    x[0] = math.nan
+    report = locate(lambda: layer(x).amax(1).sum().backward(), x=x)
+    assert (report.cause, report.others) == ("bad_input", []), str(report)

@@ -6,7 +6,7 @@ others. Where the output is bad again, those inputs are enough for it; where it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -18,26 +18,33 @@ from nanlab.tracing.events import Event, Parts, merge
 from nanlab.tracing.values import bad_mask, plain
 
 MANY = 8  # sources, or sets of them; what is beyond that is not told apart
-HARMLESS = 0.5  # in place of a bad number: no function has an edge or a pole there
+HARMLESS = (0.5, 1.0)  # in place of a bad number: no function is bad at both
+SORTS = ("sort", "topk")  # other numbers would come out in another order
 
 
 class Source(NamedTuple):
     """Bad inputs with one history, all NaN or all inf. ``masks``: id of an input → which of its elements."""
 
-    events: tuple[Event, ...]
+    what: frozenset
     nan: bool
+    events: list[Event]
     masks: dict[int, Tensor]
 
 
-def sources(inputs: Sequence[tuple[str, Tensor, str]], blame: dict[int, Parts]) -> list[Source]:
+def sources(inputs: Sequence[tuple[str, Tensor, str]], blame: dict[int, Parts], what: Callable = id) -> list[Source]:
+    """``what``: of an event, that which makes it another one."""
     found: dict[tuple, Source] = {}
     for _, x, kind in inputs:
         for mask, events in blame[id(x)] if kind else ():
             nan = mask & torch.isnan(plain(x))
             for is_nan, own in ((True, nan), (False, mask & ~nan)):
                 if own.any():
-                    found.setdefault((events, is_nan), Source(events, is_nan, {})).masks[id(x)] = own
-    return list(found.values())
+                    key = frozenset(map(what, events)), is_nan
+                    source = found.setdefault(key, Source(*key, [], {}))
+                    source.events.extend(events)
+                    source.masks[id(x)] = own | source.masks.get(id(x), False)
+    # A loop over many samples has one event for each of them.
+    return sources(inputs, blame, Event.fault) if len(found) > MANY and what is id else list(found.values())
 
 
 def trace(birth: Birth, found: list[Source]) -> tuple[Parts, list[tuple[Tensor, list[Source]]]]:
@@ -46,7 +53,7 @@ def trace(birth: Birth, found: list[Source]) -> tuple[Parts, list[tuple[Tensor, 
     altered = any(kind and id(x) in birth.before for _, x, kind in birth.inputs)  # by an optimizer
     birth.matched = birth.pointwise() and not altered
     if len(found) == 1 and found[0].nan and nan.all():
-        return [(out, found[0].events)], []
+        return [(out, merge([found[0].events]))], []
     # log_softmax of −inf is a log of zero: a probability of zero becomes visible here, whatever masked it
     visible = birth.op in ("_log_softmax", "logsumexp")
     carried, born = [], []
@@ -61,31 +68,39 @@ def trace(birth: Birth, found: list[Source]) -> tuple[Parts, list[tuple[Tensor, 
 
 def behind(birth: Birth, found: list[Source], out: Tensor) -> list[tuple[Tensor, list[Source]]]:
     """The bad elements of the output, by the sources behind them; by none where they are born of finite numbers."""
+    if birth.op in SORTS:
+        (_, x, _), (_, order), dim = birth.inputs[0], birth.returned, birth.get("dim")
+        moved = [s.masks[id(x)].gather(-1 if dim is None else dim, order) for s in found]
+        return split(torch.stack(moved), out, found)
     if len(found) > MANY or (fresh := bad_with(birth, found, [], out)) is None:
         return [(out, found)]
+    if fresh.any():
+        fresh = bad_with(birth, found, [], fresh, HARMLESS[1])
     left = out & ~fresh
     alone = lambda: torch.stack([bad_with(birth, found, [s], out) for s in found])
     enough = alone() if len(found) > 1 else out[None]
     if (together := left & ~enough.any(0)).any():  # it takes several: those without which it would not be bad
         needed = ~torch.stack([bad_with(birth, found, [s for s in found if s is not one], out) for one in found])
         enough = torch.where(together, needed | ~needed.any(0), enough)
-    return [(fresh, []), *((mask, list(compress(found, which))) for mask, which in split(enough, left))]
+    return [(fresh, []), *split(enough, left, found)]
 
 
-def split(bits: Tensor, left: Tensor) -> list[tuple[Tensor, list[bool]]]:
-    """The places that are ``left``, by what ``bits`` (first dimension) are there."""
-    groups: list[tuple[Tensor, list[bool]]] = []
+def split(bits: Tensor, left: Tensor, found: list[Source]) -> list[tuple[Tensor, list[Source]]]:
+    """The places that are ``left``, by the sources behind them: those whose ``bits`` (first dimension) are set."""
+    groups: list[tuple[Tensor, list[Source]]] = []
     while left.any():
         which = bits.reshape(len(bits), -1)[:, left.flatten().byte().argmax()]
         mask = left & (bits == which.view(-1, *[1] * left.dim())).all(0)
         if len(groups) == MANY:
             which, mask = torch.ones_like(which), left
-        groups.append((mask, which.tolist()))
+        groups.append((mask, list(compress(found, which.tolist()))))
         left = left & ~mask
     return groups
 
 
-def bad_with(birth: Birth, found: list[Source], kept: list[Source], out: Tensor) -> Tensor | None:
+def bad_with(
+    birth: Birth, found: list[Source], kept: list[Source], out: Tensor, harmless: float = HARMLESS[0]
+) -> Tensor | None:
     """Which bad elements of the output would be bad as well if of all sources there were only those of ``kept``?"""
 
     def change(x: object) -> object:
@@ -95,7 +110,7 @@ def bad_with(birth: Birth, found: list[Source], kept: list[Source], out: Tensor)
         drop += [bad_mask(x)] if was and numbers is x else []  # it has become so only now
         numbers = numbers.clone() if was or drop else numbers
         for mask in drop:
-            plain(numbers)[mask] = HARMLESS
+            plain(numbers)[mask] = harmless
         return numbers
 
     again = birth.again(change)

@@ -154,13 +154,14 @@ class Birth(SimpleNamespace):
         return any(total > torch.finfo(dtype).max for total, dtype in squares)
 
     def again(self, change: Callable[[object], object]) -> Tensor | None:
-        """The output of the operation with other arguments; None where it draws, or talks to other ranks, or fails."""
-        if getattr(self.func, "namespace", "") != "aten" or torch.Tag.nondeterministic_seeded in self.func.tags:
+        """The output of the operation with other arguments; None where it may do more than that, or fails."""
+        if getattr(self.func, "namespace", "") != "aten" or self.kwargs.get("generator") is not None:
             return None
         new: dict[int, object] = {}
         one = lambda v: new.setdefault(id(v), change(v))
         swap = lambda v: [one(x) for x in v] if isinstance(v, (list, tuple)) else one(v)
-        with contextlib.suppress(RuntimeError, TypeError):  # no kernel for that
+        devices = [self.out.device] if self.out.is_cuda else []
+        with torch.random.fork_rng(devices), contextlib.suppress(RuntimeError, TypeError):  # no kernel for that
             value = self.func(*map(swap, self.args), **{k: swap(v) for k, v in self.kwargs.items()})
             pairs = zip(as_list(value), self.returned, strict=False)
             return new.get(id(self.out), next((again for again, t in pairs if t is self.out), None))

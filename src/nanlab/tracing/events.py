@@ -47,6 +47,10 @@ class Event(Report):
             real = [root for root in real if root.cause not in ("log_of_zero", "bad_input")]
         return min(real, key=lambda e: e.n) if real else self
 
+    def fault(self) -> tuple:
+        """What it is called in a report: the same for each round of a loop."""
+        return self.op, self.cause, self.name, self.source, self.library, self.module
+
     def lineage(self) -> set[Event]:
         return {self}.union(*(p.lineage() for p in self.parents))
 

@@ -18,7 +18,7 @@ from nanlab.tracing.names import parts_of
 from nanlab.tracing.report import Report
 from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.values import bad, is_float, key_of
-from nanlab.tracing.where import USER, whose
+from nanlab.tracing.where import USER, line_of, whose
 
 SUMS = ("mean", "sum")  # a −inf that is one of these is no mask
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
@@ -91,11 +91,14 @@ def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
     it."""
     sinks = [(role, name, e) for (role, name), events in tracer.sinks.items() for e in events]
     reached = [(name, e) for role, name, e in sinks if not excused(role, e, tracer)]
-    roots = sorted(dict.fromkeys(e.root() for _, e in reached), key=lambda e: e.n)  # a set would order ties by chance
+    idle = lambda root: all(root.name.startswith(name) for name, e in reached if e.root() is root)  # never used
+    roots = sorted(dict.fromkeys(e.root() for _, e in reached), key=lambda e: (idle(e), e.n))
     births: dict = {}  # what comes from an earlier one, or from the same line, is no further birth
+    passed = {line_of(at)[0] for at in tracer.passed}  # nor is the gradient of what was bad
     for root in [e for e in roots if not e.deliberate] or roots:
+        follows = root.phase == "backward" and root.source in passed
         places = {place(e) for e in root.lineage()}
-        birth = next((b for b in births if place(b) in places), root)
+        birth = next((b for b in births if follows or place(b) in places), root)
         births.setdefault(birth, []).extend(name for name, e in reached if e.root() is root)
     reports = [about(root, names, [e for _, e in reached if e.root() is root]) for root, names in births.items()]
     report = reports[0] if reports else Report()

@@ -73,14 +73,16 @@ class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
     ``n``: operations so far. ``forward``: autograd sequence number → (place, operation). ``outside``: the place that
-    called backward(). ``sinks``: (role, name) → the events behind what should be finite and is not.
+    called backward(). ``sinks``: (role, name) → the events behind what should be finite and is not. ``passed``: where
+    forward has handed bad numbers on.
     Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
     ``lifted``, that are made of Python numbers.
     Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``chosen``, the
     last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``, kind → the last
     output, ``last``, of any kind.
     Optimizers: ``steps``, whose step is running, None for a closure; ``optimizers``, that have stepped; ``settings``,
-    kind → the event of such a learning rate; ``growth``: (n, largest |parameter|) before each step.
+    kind → the event of such a learning rate; ``growth``: (n, largest |parameter|) before each step; ``graded``: ids of
+    the leaf tensors that have a gradient of this step.
     """
 
     supports_higher_order_operators = True
@@ -91,9 +93,9 @@ class Tracer(TorchDispatchMode):
         forwards = lambda: self.steps[-1] is None and torch._C._current_graph_task_id() == -1
         self.names, self.counts, self.taint = Names(), Counts(forwards), Taint()
         self.n, self.forward, self.outside, self.sinks = 0, {}, Place(), {}
-        self.put, self.came, self.lifted = set(), set(), set()
+        self.put, self.came, self.lifted, self.passed = set(), set(), set(), set()
         self.reads, self.latest, self.last, self.chosen, self.refused = {}, {}, (), (), ()
-        self.steps, self.optimizers, self.settings, self.growth = [None], {}, {}, []
+        self.steps, self.optimizers, self.settings, self.growth, self.graded = [None], {}, {}, [], set()
         self.scaler_skips = self.went_backward = self.raised_about_nan = False
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
@@ -118,7 +120,8 @@ class Tracer(TorchDispatchMode):
                 self.names.adopt_optimizer(optimizer)
                 self.optimizers[optimizer] = len(parameters)
                 state = [v for values in optimizer.state.values() for v in values.values() if is_float(v)]
-                for t in parameters + state:
+                left_over = [p.grad for p in parameters if id(p) not in self.graded and is_float(p.grad)]
+                for t in parameters + state + left_over:
                     if (kind := bad(t)) and key_of(t) not in self.taint:
                         self.arrived(t, kind)
             self.growth.append((self.n, self.largest()))
@@ -167,7 +170,8 @@ class Tracer(TorchDispatchMode):
             self.sink_loss("the loss given to backward()", t)
         result = self.backward(tensors, *args, **kwargs)
         with _disable_current_modes():  # now: a guard may throw the gradients away, or another rank have spoilt them
-            for p in leaves(roots).values():
+            self.graded |= (reached := leaves(roots)).keys()
+            for p in reached.values():
                 if id(p) not in self.names.parameters:
                     self.names.adopt_parameter(name_in_frames(p)[0], p)
                 self.sink(f"gradient of {self.names.of(p)}", p.grad)
@@ -294,8 +298,9 @@ class Tracer(TorchDispatchMode):
             blame = {id(x): parts or self.blame(x, k) for _, k, x, parts in was if k}
             case.inputs = [(a, x, "" if a in MASKS and k == "-inf" else k) for a, k, x, _ in was if k is not None]
             parts, born = trace(case, sources(case.inputs, blame))
+            self.passed |= {self.names.here().user} if parts and not born and self.counts.forwards() else set()
             for mask, of in born:
-                key = tuple(s.events for s in of), torch.isnan(plain(t)[mask][0]).item()
+                key = tuple(s.what for s in of), torch.isnan(plain(t)[mask][0]).item()
                 if key not in events:
                     events[key] = self.born(case.at(mask, of), merge(s.events for s in of), id(t) in case.before)
                 parts.append((mask, (events[key],)))
