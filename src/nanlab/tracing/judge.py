@@ -104,7 +104,7 @@ def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
     report = reports[0] if reports else Report()
     report.others, report.exception = reports[1:], exception
     if reports and tracer.growth:
-        growth = [*tracer.growth, (tracer.n, tracer.largest())]
+        growth = [*tracer.growth, (tracer.n, tracer.ranges()[0])]
         before = sum(n <= roots[0].n for n, _ in growth)  # the next one is what the parameters were at the birth
         report.growth = [value for _, value in growth[: before + 1] if value == value]
     return report

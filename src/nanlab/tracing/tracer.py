@@ -115,16 +115,17 @@ class Tracer(TorchDispatchMode):
         """A closure is called as what it is, forward and backward."""
         with _disable_current_modes():
             self.steps.append(optimizer)
-            parameters = [p for g in optimizer.param_groups for p in g["params"]]
-            if self.optimizers.get(optimizer) != len(parameters):  # what came in; afterwards every write is seen
+            parameters, came_in = [p for g in optimizer.param_groups for p in g["params"]], []
+            if self.optimizers.get(optimizer) != len(parameters):  # afterwards every write is seen
                 self.names.adopt_optimizer(optimizer)
                 self.optimizers[optimizer] = len(parameters)
-                state = [v for values in optimizer.state.values() for v in values.values() if is_float(v)]
-                left_over = [p.grad for p in parameters if id(p) not in self.graded and is_float(p.grad)]
-                for t in parameters + state + left_over:
-                    if (kind := bad(t)) and key_of(t) not in self.taint:
-                        self.arrived(t, kind)
-            self.growth.append((self.n, self.largest()))
+                came_in = [v for values in optimizer.state.values() for v in values.values() if is_float(v)]
+                came_in += [p.grad for p in parameters if id(p) not in self.graded and is_float(p.grad)]
+            largest, spoilt = self.ranges()
+            self.growth.append((self.n, largest))
+            for t in came_in + spoilt:
+                if key_of(t) not in self.taint and (kind := bad(t)):
+                    self.arrived(t, kind)
             self.look_at_settings(optimizer)
         return tuple(map(self.closure, args)), {k: self.closure(v) for k, v in (kwargs or {}).items()}
 
@@ -154,11 +155,12 @@ class Tracer(TorchDispatchMode):
 
         return call
 
-    def largest(self) -> float:
-        """The largest |parameter| that an optimizer moves, of those tensors that are finite."""
-        groups = (g for o in self.optimizers for g in o.param_groups)
-        ranges = [torch.aminmax(plain(p)) for g in groups for p in g["params"] if p.numel()]
-        return max((v for low, high in ranges if math.isfinite(v := max(-low.item(), high.item()))), default=math.nan)
+    def ranges(self) -> tuple[float, list[Tensor]]:
+        """Of the parameters that optimizers move: the largest |number| of those that are finite, and the others."""
+        moved = (p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.numel())
+        tops = [(max(-low.item(), high.item()), p) for p in moved for low, high in [torch.aminmax(plain(p))]]
+        finite = [top for top, _ in tops if math.isfinite(top)]
+        return max(finite, default=math.nan), [p for top, p in tops if not math.isfinite(top)]
 
     def run_backward(self, tensors, *args, **kwargs):
         """In place of torch.autograd.backward: look at the loss before, at the gradients after."""
@@ -174,7 +176,8 @@ class Tracer(TorchDispatchMode):
             for p in reached.values():
                 if id(p) not in self.names.parameters:
                     self.names.adopt_parameter(name_in_frames(p)[0], p)
-                self.sink(f"gradient of {self.names.of(p)}", p.grad)
+                if self.taint or torch.distributed.is_initialized():
+                    self.sink(f"gradient of {self.names.of(p)}", p.grad)
         return result
 
     @_disable_current_modes()
@@ -218,13 +221,7 @@ class Tracer(TorchDispatchMode):
             return out
         self.refused = ()  # whatever an operation refused before, the step went on
         name, writes, skip, overwrites = facts(func)
-        written = [t for i, a in writes for t in as_list(args[i] if i < len(args) else kwargs.get(a)) if is_float(t)]
-        before, given = {}, written
-        if overwrites:  # what was there does not matter, unless out= is an input too
-            again = () if name.endswith("_") else [id(a) for a in args]
-            before, given = dict.fromkeys(map(id, written), GONE), [t for t in written if id(t) in again]
-        if self.steps[-1] is None:  # an optimizer's tensors were looked at when it began, and after every write
-            before |= {id(t): self.as_it_is(t) for t in given}
+        written, before = self.about_to_write(args, kwargs, name, writes, overwrites) if writes else ([], {})
         try:
             out = func(*args, **kwargs)
         except Exception:
@@ -251,9 +248,16 @@ class Tracer(TorchDispatchMode):
                 self.taint.record(t, [(bad_mask(t), (event,))])
         return out
 
-    def as_it_is(self, t: Tensor) -> Was:
-        """A tensor that an operation is about to write."""
-        return Was(kind, t.clone(), self.blame(t, kind)) if (kind := bad(t)) else Was("", t)
+    def about_to_write(self, args, kwargs, name: str, writes: tuple, overwrites: bool) -> tuple[list[Tensor], dict]:
+        """(the tensors that an operation is going to write, by id what they are now)"""
+        written = [t for i, a in writes for t in as_list(args[i] if i < len(args) else kwargs.get(a)) if is_float(t)]
+        before, given = {}, written
+        if overwrites:  # what was there does not matter, unless out= is an input too
+            again = () if name.endswith("_") else [id(a) for a in args]
+            before, given = dict.fromkeys(map(id, written), GONE), [t for t in written if id(t) in again]
+        for t in given if self.steps[-1] is None else ():  # an optimizer's were looked at when it began
+            before[id(t)] = Was(kind, t.clone(), self.blame(t, kind)) if (kind := bad(t)) else Was("", t)
+        return written, before
 
     def decomposed(self, func, args: tuple, kwargs: dict):
         """In inference mode composite operations arrive whole: take them apart, and watch the parts."""
