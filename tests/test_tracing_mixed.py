@@ -10,6 +10,7 @@ from marks import lines_of
 from torch import nn
 
 from nanlab import locate
+from nanlab.tracing.causes import Birth
 
 line = lines_of(__file__)
 
@@ -226,6 +227,30 @@ def test_attention_and_dropout_keep_the_rows_of_a_batch_apart(dropout):
 
     report = locate(step, x=x)
     assert (report.cause, report.source, report.others) == ("overflow", line("the row that is kept"), []), str(report)
+
+
+def test_matrices_of_a_batch_are_kept_apart():
+    """A matrix of equal numbers in the place of NaN would be singular, and its solution a birth of its own."""
+    matrices = torch.stack([torch.full((3, 3), math.nan), torch.rand(3, 3)])
+
+    def step():
+        spoilt = torch.stack([matrices[0], matrices[1] * 0 / (matrices[1] * 0)])  # the second matrix
+        return torch.linalg.solve(spoilt, torch.ones(2, 3, 1))[1].sum()
+
+    report = locate(step, matrices=matrices)
+    assert (report.cause, report.source) == ("zero_over_zero", line("the second matrix")), str(report)
+    assert report.others == []
+
+
+def test_what_cannot_be_done_again_is_not_told_apart(monkeypatch):
+    monkeypatch.setattr(Birth, "again", lambda *_: None)
+
+    def step():
+        return torch.stack([first("log_of_zero", torch.ones(4)), second("zero_over_zero", torch.ones(4))])[1].sum()
+
+    report = locate(step)
+    told = {report.cause, *(other.cause for other in report.others)}
+    assert told == {"log_of_zero", "zero_over_zero"}, str(report)
 
 
 def test_a_loop_over_many_samples_is_one_fault():

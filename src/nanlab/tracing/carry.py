@@ -18,7 +18,8 @@ from nanlab.tracing.events import Event, Parts, merge
 from nanlab.tracing.values import bad_mask, plain
 
 MANY = 8  # sources, or sets of them; what is beyond that is not told apart
-HARMLESS = (0.5, 1.0)  # in place of a bad number: no function is bad at both
+# What stands in place of bad numbers: no function is bad at both, and no matrix of the first is singular.
+HARMLESS = (lambda n: torch.rand(n, generator=torch.Generator().manual_seed(0)) / 2 + 0.25, torch.ones)
 SORTS = ("sort", "topk")  # other numbers would come out in another order
 
 
@@ -57,7 +58,11 @@ def trace(birth: Birth, found: list[Source]) -> tuple[Parts, list[tuple[Tensor, 
     # log_softmax of −inf is a log of zero: a probability of zero becomes visible here, whatever masked it
     visible = birth.op in ("_log_softmax", "logsumexp")
     carried, born = [], []
-    for mask, of in behind(birth, found, out) if found and not altered else [(out, found)]:
+    try:
+        groups = behind(birth, found, out) if 0 < len(found) <= MANY and not altered else [(out, found)]
+    except NotImplementedError:
+        groups = [(out, found)]
+    for mask, of in groups:
         for is_nan, place in ((True, mask & nan), (False, mask & ~nan)):
             if place.any() and any(s.nan == is_nan for s in of) and (is_nan or not visible):
                 carried.append((place, merge(s.events for s in of)))
@@ -67,14 +72,15 @@ def trace(birth: Birth, found: list[Source]) -> tuple[Parts, list[tuple[Tensor, 
 
 
 def behind(birth: Birth, found: list[Source], out: Tensor) -> list[tuple[Tensor, list[Source]]]:
-    """The bad elements of the output, by the sources behind them; by none where they are born of finite numbers."""
+    """The bad elements of the output, by the sources behind them; by none where they are born of finite numbers.
+
+    Raises NotImplementedError where the operation cannot be done again.
+    """
     if birth.op in SORTS:
         (_, x, _), (_, order), dim = birth.inputs[0], birth.returned, birth.get("dim")
         moved = [s.masks[id(x)].gather(-1 if dim is None else dim, order) for s in found]
         return split(torch.stack(moved), out, found)
-    if len(found) > MANY or (fresh := bad_with(birth, found, [], out)) is None:
-        return [(out, found)]
-    if fresh.any():
+    if (fresh := bad_with(birth, found, [], out)).any():
         fresh = bad_with(birth, found, [], fresh, HARMLESS[1])
     left = out & ~fresh
     alone = lambda: torch.stack([bad_with(birth, found, [s], out) for s in found])
@@ -99,8 +105,8 @@ def split(bits: Tensor, left: Tensor, found: list[Source]) -> list[tuple[Tensor,
 
 
 def bad_with(
-    birth: Birth, found: list[Source], kept: list[Source], out: Tensor, harmless: float = HARMLESS[0]
-) -> Tensor | None:
+    birth: Birth, found: list[Source], kept: list[Source], out: Tensor, harmless: Callable = HARMLESS[0]
+) -> Tensor:
     """Which bad elements of the output would be bad as well if of all sources there were only those of ``kept``?"""
 
     def change(x: object) -> object:
@@ -110,8 +116,9 @@ def bad_with(
         drop += [bad_mask(x)] if was and numbers is x else []  # it has become so only now
         numbers = numbers.clone() if was or drop else numbers
         for mask in drop:
-            plain(numbers)[mask] = harmless
+            plain(numbers)[mask] = harmless(int(mask.sum())).to(plain(numbers))
         return numbers
 
-    again = birth.again(change)
-    return None if again is None else out & bad_mask(again)
+    if (again := birth.again(change)) is None:
+        raise NotImplementedError(birth.op)
+    return out & bad_mask(again)
