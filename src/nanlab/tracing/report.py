@@ -23,10 +23,11 @@ class Report:
     that was bad on arrival. ``module``: qualified name; for a gradient, of the forward operation. ``source``:
     "file.py:12", the innermost line of the user's own code; ``library``: the innermost line of a library, when the
     fault is in there, else ""; ``code``: function and text of the two. ``rows``: indices into the first dimension of
-    the bad tensor (the batch, for data and activations), which is ``length`` long. ``others``: further independent
-    births, earliest first. ``exception``: what the step raised, if it did. ``growth``: the largest |parameter| before
-    each optimizer step up to the birth, and at it. From a trainer: ``batch`` (from 0), ``examples``: the rows of its
-    dataset, where known, and ``texts`` of the bad rows.
+    the bad tensor (the batch, for data and activations), which is ``length`` long: all that are bad, also those that
+    are left out later. ``others``: further independent births, earliest first. ``exception``: what the step raised, if
+    it did. ``growth``: the largest |parameter| before each optimizer step up to the birth, and at it. From a trainer:
+    ``batch`` (from 0), ``examples``: the rows of its dataset, where known, in the order of ``rows``, and ``texts`` of
+    the bad rows.
     """
 
     found: bool = False

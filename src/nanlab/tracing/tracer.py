@@ -1,8 +1,8 @@
 """Record what every operation of one step does to the finite numbers. Nothing is raised and nothing is changed.
 
 A ``TorchDispatchMode`` sees each operation below autograd. A healthy output costs one reduction. A non-finite one
-makes an ``Event`` when it is *born* (finite inputs, non-finite output) or when an inf becomes NaN; otherwise it
-carries the events of its inputs.
+makes an ``Event`` when it is *born* (finite inputs, non-finite output) or when an inf becomes NaN; otherwise its bad
+elements carry on the events behind those inputs that made them bad (how that is known: ``nanlab.tracing.carry``).
 """
 
 from __future__ import annotations
