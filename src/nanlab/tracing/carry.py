@@ -37,6 +37,7 @@ def sources(inputs: Sequence[tuple[str, Tensor, str]], blame: dict[int, Parts], 
     found: dict[tuple, Source] = {}
     for _, x, kind in inputs:
         for mask, events in blame[id(x)] if kind else ():
+            mask = bad_mask(x) if mask is None else mask
             nan = mask & torch.isnan(plain(x))
             for is_nan, own in ((True, nan), (False, mask & ~nan)):
                 if own.any():
@@ -48,13 +49,17 @@ def sources(inputs: Sequence[tuple[str, Tensor, str]], blame: dict[int, Parts], 
     return sources(inputs, blame, Event.fault) if len(found) > MANY and what is id else list(found.values())
 
 
-def trace(birth: Birth, found: list[Source]) -> tuple[Parts, list[tuple[Tensor, list[Source]]]]:
-    """(elements that are carried on, with their events; elements that are born, with the sources they are born of)."""
-    out, nan = bad_mask(birth.out), torch.isnan(plain(birth.out))
+def trace(birth: Birth, blame: dict[int, Parts]) -> tuple[Parts, list[tuple[Tensor, list[Source]]]]:
+    """(elements that are carried on, with their events; elements that are born, with the sources they are born of).
+
+    ``blame``: id of a bad input → who is behind it.
+    """
+    nan, histories = torch.isnan(plain(birth.out)), {events for parts in blame.values() for _, events in parts}
+    if len(histories) == 1 and any(kind == "nan" for _, _, kind in birth.inputs) and nan.all():
+        return [(None, *histories)], []  # most of what follows a NaN loss
+    out, found = bad_mask(birth.out), sources(birth.inputs, blame)
     altered = any(kind and id(x) in birth.before for _, x, kind in birth.inputs)  # by an optimizer
     birth.matched = birth.pointwise() and not altered
-    if len(found) == 1 and found[0].nan and nan.all():
-        return [(out, merge([found[0].events]))], []
     # log_softmax of −inf is a log of zero: a probability of zero becomes visible here, whatever masked it
     visible = birth.op in ("_log_softmax", "logsumexp")
     carried, born = [], []

@@ -55,7 +55,7 @@ class Event(Report):
         return {self}.union(*(p.lineage() for p in self.parents))
 
 
-Parts = list[tuple[Tensor, tuple[Event, ...]]]  # bad elements of a tensor, and the events behind them
+Parts = list[tuple[Tensor | None, tuple[Event, ...]]]  # bad elements of a tensor (None: all), the events behind them
 
 
 def merge(groups: Iterable[Iterable[Event]]) -> tuple[Event, ...]:
@@ -76,16 +76,17 @@ class Taint(dict):
             size = p.untyped_storage().nbytes() // p.element_size()
             which = torch.zeros(size, dtype=torch.int32, device=p.device)
         for mask, events in parts if which is not None else ():
-            which[addresses(p, mask, len(which))] = histories.index(events)
+            which[addresses(p, bad_mask(t) if mask is None else mask, len(which))] = histories.index(events)
         self[key] = histories, which
 
     def behind(self, x: Tensor) -> Parts | None:
         """The bad elements of ``x``, by history; None if nothing is known of its memory."""
         if (known := self.get(key_of(x))) is None:
             return None
-        (histories, which), mask = known, bad_mask(x)
+        histories, which = known
         if which is None:
-            return [(mask, histories[0])]
+            return [(None, histories[0])]
+        mask = bad_mask(x)
         own = torch.full_like(mask, -1, dtype=torch.int32)
         own[mask] = which[addresses(plain(x), mask, len(which))]
         return [(own == i, histories[i]) for i in own[mask].unique().tolist()]

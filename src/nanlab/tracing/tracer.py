@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nanlab.tracing.carry import sources, trace
+from nanlab.tracing.carry import trace
 from nanlab.tracing.causes import CONSTANT, COPIES, MASKS, Birth, Was, diagnose
 from nanlab.tracing.counts import Counts
 from nanlab.tracing.events import Event, Parts, Taint, merge
@@ -245,7 +245,7 @@ class Tracer(TorchDispatchMode):
         except Exception as error:  # the step must go on: an event without a closer look is better than none
             for _, t, kind in found:
                 event = self.event(name, kind=kind.strip("-"), cause="unknown", explanation=f"({error!r})")
-                self.taint.record(t, [(bad_mask(t), (event,))])
+                self.taint.record(t, [(None, (event,))])
         return out
 
     def about_to_write(self, args, kwargs, name: str, writes: tuple, overwrites: bool) -> tuple[list[Tensor], dict]:
@@ -301,7 +301,7 @@ class Tracer(TorchDispatchMode):
             was = [(a, *case.before.get(id(x), Was(bad(x), x))) for a, x in case.tensors()]
             blame = {id(x): parts or self.blame(x, k) for _, k, x, parts in was if k}
             case.inputs = [(a, x, "" if a in MASKS and k == "-inf" else k) for a, k, x, _ in was if k is not None]
-            parts, born = trace(case, sources(case.inputs, blame))
+            parts, born = trace(case, blame)
             self.passed |= {self.names.here().user} if parts and not born and self.counts.forwards() else set()
             for mask, of in born:
                 key = tuple(s.what for s in of), torch.isnan(plain(t)[mask][0]).item()
@@ -354,7 +354,7 @@ class Tracer(TorchDispatchMode):
     def blame(self, x: Tensor, kind: str) -> Parts:
         """Whose fault are the bad elements of ``x``? Nobody's here, if they came in from outside."""
         if (parts := self.taint.behind(x)) is None:
-            return [(bad_mask(x), (self.arrived(x, kind),))]
+            return [(None, (self.arrived(x, kind),))]
         for e in merge(events for _, events in parts) if key_of(x) in self.put else ():
             if e.phase == "data" and not e.deliberate and e.name.startswith((UNNAMED, CONSTANT)):
                 name, cause, whole = self.names.find(x)  # a constant is called by what it was put into
@@ -382,7 +382,7 @@ class Tracer(TorchDispatchMode):
         event.amount += ", inf among them" * (kind == "nan" and bool(plain(whole).isinf().any()))
         if key_of(x) in self.lifted or (name == UNNAMED and not known):  # made of a bad number that had been read
             event.parents = self.reads.get(kind, ())
-        self.taint.record(x, [(bad_mask(x), (event,))])
+        self.taint.record(x, [(None, (event,))])
         self.came.add(key_of(x))
         return event
 

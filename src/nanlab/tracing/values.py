@@ -47,7 +47,7 @@ def bad(t: Tensor) -> str:
 
 
 def bad_mask(t: Tensor) -> Tensor:
-    return ~torch.isfinite(plain(t))
+    return plain(t) * 0 != 0  # half the time of isfinite()
 
 
 def is_mask(t: Tensor) -> bool:
