@@ -91,8 +91,10 @@ def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
     it."""
     sinks = [(role, name, e) for (role, name), events in tracer.sinks.items() for e in events]
     reached = [(name, e) for role, name, e in sinks if not excused(role, e, tracer)]
-    idle = lambda root: all(root.name.startswith(name) for name, e in reached if e.root() is root)  # never used
-    roots = sorted(dict.fromkeys(e.root() for _, e in reached), key=lambda e: (idle(e), e.n))
+    # Bad before the step, and seen nowhere but where it was: it comes after what broke something.
+    unused = lambda root: all(root.name.startswith(name) for name, e in reached if e.root() is root)
+    # dict.fromkeys(), since a set would order ties by chance
+    roots = sorted(dict.fromkeys(e.root() for _, e in reached), key=lambda e: (unused(e), e.n))
     births: dict = {}  # what comes from an earlier one, or from the same line, is no further birth
     passed = {line_of(at)[0] for at in tracer.passed}  # nor is the gradient of what was bad
     for root in [e for e in roots if not e.deliberate] or roots:
