@@ -554,7 +554,7 @@ def test_rows_that_are_all_too_long_are_refused_before_the_warm_up(split, tmp_pa
     data = DatasetDict({name: Dataset.from_list(part) for name, part in rows.items()})
     monkeypatch.setattr(full_run, "load_preferences", lambda source: data)
     assert cli.main(["run", "--method", "dpo", "--output", str(tmp_path / "run")]) == 2
-    assert f"{split} dataset: none of its 3 rows has a completion token within max_length=48" in told(capsys)
+    assert f"{split} dataset: no row of 3 has a completion token within max_length=48" in told(capsys)
     assert snapshot(tmp_path) == {}
 
 

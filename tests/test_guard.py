@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanlab.post_mortem
 import nanlab.tracing
 from nanlab.errors import InputError
-from nanlab.guard import SCALER_PATIENCE, Finding, GuardStop, replay, watch
+from nanlab.guard import SCALER_PATIENCE, Event, Finding, GuardStop, replay, watch
 
 BAD = (math.nan, math.inf, -math.inf)
 OPTIMIZERS = {
@@ -110,6 +110,11 @@ def test_loop_ends_as_if_it_had_never_seen_the_bad_batches(policy, where, accumu
     summary = guard.summary()
     assert (summary.steps_seen, summary.steps_skipped) == (8, len(bad))
     assert summary.rows_lost == 6 * accumulation * len(bad)
+
+
+@pytest.mark.parametrize(("rows", "said"), [(0, "0 rows lost"), (1, "1 row lost"), (1600, "1,600 rows lost")])
+def test_an_event_says_how_many_rows_it_cost(rows, said):
+    assert said in str(Event(step=3, action="skipped", reason="loss is nan", findings=(), rows=rows))
 
 
 def test_without_the_guard_one_bad_batch_kills_the_model():

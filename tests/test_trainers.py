@@ -517,21 +517,21 @@ def with_value(data, row, column, value):
 def test_a_data_set_without_text_is_refused(kind, empty, tmp_path, tokenizer, rows):
     data = [{**row, **dict.fromkeys(texts_of(kind), empty)} for row in data_for(kind, rows)]
     text = ", ".join(texts_of(kind))
-    match = f"^train dataset: none of its {len(data)} rows has a prompt and text in {text}; fill these columns$"
+    match = f"^train dataset: no row of {len(data)} has a prompt and text in {text}; fill these columns$"
     refuses(kind, tmp_path, tokenizer, Dataset.from_list(data), match)
 
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_data_set_without_a_token_in_max_length_is_refused(kind, tmp_path, tokenizer, rows):
     data = data_for(kind, rows)
-    match = f"^train dataset: none of its {len(data)} rows with text has .* max_length=4; raise max_length or shorten"
+    match = f"^train dataset: no row of {len(data)} with text has .* max_length=4; raise max_length or shorten"
     refuses(kind, tmp_path, tokenizer, data, match, max_length=4)
 
 
 def test_a_data_set_without_a_reward_is_refused(tmp_path, tokenizer, rows):
     for missing in (None, math.nan, math.inf):
         data = [{**row, "reward": missing} for row in data_for("token-tpo", rows)]
-        match = f"^train dataset: none of its {len(data)} rows with text has a finite reward; "
+        match = f"^train dataset: no row of {len(data)} with text has a finite reward; "
         refuses("token-tpo", tmp_path, tokenizer, Dataset.from_list(data), match)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from nanlab.course.materials import END, PADDING, load_model, load_preferences, scale, to_scored, warm_up
 from nanlab.course.sources import COLUMNS, one_line
 from nanlab.errors import InputError
+from nanlab.findings import amount
 from nanlab.metrics import WeightedMean
 from nanlab.models import completion_log_probs
 from nanlab.trainers import DPOConfig, DPOTrainer, TokenTPOConfig, TokenTPOTrainer, TPOConfig, TPOTrainer
@@ -118,7 +119,7 @@ class Run:
         fell, moved = before["eval_loss"] - after["eval_loss"], after["gold"] - before["gold"]
         table = [
             ("every metric is finite", f"{len(self.numbers())} numbers", self.finite()),
-            ("no row left out", f"{left_out} rows", left_out == 0),
+            ("no row left out", amount(left_out, "row"), left_out == 0),
             ("the loss fell", f"by {fell:.2f}", fell > 0),
             ("the gold answer is kept", f"{moved:+.2f} nat a token", moved > -0.1),
         ]
@@ -454,7 +455,7 @@ def _check_fit(plan: dict[str, Any], model, tokenizer, data: dict[str, Any]) -> 
     for split, rows in data.items():
         if not any(max(1, len(tokenizer(prompt)["input_ids"])) < length for prompt in rows["prompt"]):
             raise InputError(
-                f"{split} dataset: none of its {len(rows)} rows has a completion token within max_length={length}; "
+                f"{split} dataset: no row of {len(rows)} has a completion token within max_length={length}; "
                 "raise max_length or shorten the prompts"
             )
     size = model.get_input_embeddings().num_embeddings

@@ -36,6 +36,7 @@ from torch.nn.utils import get_total_norm
 
 from nanlab import post_mortem
 from nanlab.errors import InputError
+from nanlab.findings import amount
 from nanlab.post_mortem import call_again, forward_backward, named_tensors, replay, trainer_loss
 from nanlab.snapshots import Snapshot, buffer_slots, map_leaves, plain, rng_state, set_rng_state, state_slots
 
@@ -109,7 +110,7 @@ class Event:
         return tuple(sorted({f.rank for f in self.findings if f.what == self.what}))
 
     def __str__(self) -> str:
-        return f"step {self.step} {self.action}: {self.reason} ({self.rows} rows lost)"
+        return f"step {self.step} {self.action}: {self.reason} ({amount(self.rows, 'row')} lost)"
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Summary:
     rollback_device: str
 
     def __str__(self) -> str:
-        lines = [f"{self.steps_skipped} of {self.steps_seen} steps skipped, {self.rows_lost} rows lost"]
+        lines = [f"{self.steps_skipped} of {self.steps_seen} steps skipped, {amount(self.rows_lost, 'row')} lost"]
         lines += [f"  {count} x {what}" for what, count in self.by_cause.items()]
         if self.skipped_before_resume:
             lines.append(f"  and {self.skipped_before_resume} before the run was resumed")

@@ -245,13 +245,13 @@ def _keep(dataset: Dataset, test: Callable[..., bool], if_none: str, **settings)
 
 def _keep_with_text(dataset: Dataset, name: str, completions: tuple[str, ...]) -> Dataset:
     lack = f"has a prompt and text in {', '.join(completions)}; fill these columns"
-    return _keep(dataset, _has_text, f"{name} dataset: none of its {len(dataset)} rows {lack}", completions=completions)
+    return _keep(dataset, _has_text, f"{name} dataset: no row of {len(dataset)} {lack}", completions=completions)
 
 
 def _keep_with_tokens(dataset: Dataset, name: str, before: int, max_length: int | None, **settings) -> Dataset:
     """`before`: the number of rows that were tokenised. TRL's DPO drops some itself."""
     lack = f"has a completion token within max_length={max_length}; raise max_length or shorten the prompts"
-    if_none = f"{name} dataset: none of its {before} rows with text {lack}"
+    if_none = f"{name} dataset: no row of {before} with text {lack}"
     return _keep(dataset, _has_tokens, if_none, max_length=max_length, **settings)
 
 
@@ -550,7 +550,7 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
         before, max_length = len(dataset), getattr(self.args, "max_length", 512)
         dataset = _keep_with_text(dataset, name, ("completion",))
         lack = "has a finite reward; fill the column reward"
-        dataset = _keep(dataset, _has_reward, f"{name} dataset: none of its {len(dataset)} rows with text {lack}")
+        dataset = _keep(dataset, _has_reward, f"{name} dataset: no row of {len(dataset)} with text {lack}")
         dataset = dataset.map(_tokenize, fn_kwargs={"tokenizer": self.processing_class})
         how = {"completions": ("completion",), "mode": "keep_start"}
         dataset = _keep_with_tokens(dataset, name, len(dataset), max_length, **how)
