@@ -679,6 +679,49 @@ def test_an_update_by_hand_is_the_optimizer(update):
     assert verdict(locate(step)) == ("overflow", "optimizer", line(update.__name__))
 
 
+@torch.no_grad()
+def normalised(w):
+    w -= 0.1 * w.grad / w.grad.norm()  # normalised
+
+
+def normalised_data(w):
+    w.data -= 0.1 * w.grad / w.grad.norm()  # normalised_data
+
+
+def clipped(w):
+    w.grad.mul_(w.grad.norm() / w.grad.abs().max())  # clipped
+    torch.optim.SGD([w], lr=0.1).step()
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("update", [normalised, normalised_data, clipped])
+def test_what_an_update_by_hand_makes_of_healthy_gradients_is_the_optimizer(update, rounds):
+    w = leaf(shape=(3, 4))
+
+    def step():
+        for _ in range(rounds):
+            w.grad = None
+            (w * 0).sum().backward()
+            update(w)
+
+    report = locate(step)
+    assert verdict(report) == ("zero_over_zero", "optimizer", line(update.__name__)), str(report)
+    assert report.rows == []  # a weight has no rows of the batch
+
+
+def test_a_loss_of_the_second_round_is_forward_though_an_update_by_hand_follows():
+    w = leaf(shape=(3, 4))
+
+    def step():
+        for i in range(2):
+            w.grad = None
+            (w * torch.log(torch.full((4,), 2.0 - 2 * i))).sum().backward()  # second round
+            torch.nn.utils.clip_grad_norm_([w], 1.0)
+            normalised(w)
+
+    assert verdict(locate(step)) == ("log_of_zero", "forward", line("second round"))
+
+
 @pytest.mark.parametrize("read", [lambda norm: norm, torch.Tensor.item], ids=["tensor", "number"])
 def test_the_logged_norm_of_a_step_that_the_scaler_skips_is_healthy(read):
     net, x = nn.Linear(4, 4), torch.randn(2, 4)

@@ -72,7 +72,7 @@ def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
 class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
-    ``n``: operations so far. ``forward``: autograd sequence number → (place, operation). ``outside``: the place that
+    ``n``: operations so far. ``went_backward``: at the last backward pass. ``forward``: autograd sequence number → (place, operation). ``outside``: the place that
     called backward(). ``sinks``: (role, name) → the events behind what should be finite and is not. ``passed``: where
     forward has handed bad numbers on.
     Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
@@ -92,11 +92,11 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         forwards = lambda: self.steps[-1] is None and torch._C._current_graph_task_id() == -1
         self.names, self.counts, self.taint = Names(), Counts(forwards), Taint()
-        self.n, self.forward, self.outside, self.sinks = 0, {}, Place(), {}
+        self.n, self.went_backward, self.forward, self.outside, self.sinks = 0, 0, {}, Place(), {}
         self.put, self.came, self.lifted, self.passed = set(), set(), set(), set()
         self.reads, self.latest, self.last, self.chosen, self.refused = {}, {}, (), (), ()
         self.steps, self.optimizers, self.settings, self.growth, self.graded = [None], {}, {}, [], set()
-        self.scaler_skips = self.went_backward = self.raised_about_nan = False
+        self.scaler_skips = self.raised_about_nan = False
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
     def __enter__(self):
@@ -167,10 +167,11 @@ class Tracer(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             return self.backward(tensors, *args, **kwargs)
         roots = [t for t in ([tensors] if isinstance(tensors, Tensor) else tensors) if is_float(t)]
-        self.went_backward, self.outside = True, self.names.here()
+        self.went_backward, self.outside = self.n, self.names.here()
         for t in roots:
             self.sink_loss("the loss given to backward()", t)
         result = self.backward(tensors, *args, **kwargs)
+        self.went_backward = self.n
         with _disable_current_modes():  # now: a guard may throw the gradients away, or another rank have spoilt them
             self.graded |= (reached := leaves(roots)).keys()
             for p in reached.values():
@@ -303,21 +304,24 @@ class Tracer(TorchDispatchMode):
             case.inputs = [(a, x, "" if a in MASKS and k == "-inf" else k) for a, k, x, _ in was if k is not None]
             parts, born = trace(case, blame)
             self.passed |= {self.names.here().user} if parts and not born and self.counts.forwards() else set()
+            name = self.names.tensors.get(key_of(t), ("",))[0]
+            moved = id(t) in case.before and t.is_leaf and (t.requires_grad or name.startswith("parameter"))
             for mask, of in born:
                 key = tuple(s.what for s in of), torch.isnan(plain(t)[mask][0]).item()
                 if key not in events:
-                    events[key] = self.born(case.at(mask, of), merge(s.events for s in of), id(t) in case.before)
+                    events[key] = self.born(case.at(mask, of), merge(s.events for s in of), moved)
                 parts.append((mask, (events[key],)))
             self.taint.record(t, parts)
+            for e in {e for _, events in parts for e in events for e in (e, e.root())} if moved else ():
+                if e.n > self.went_backward > 0 and not e.module and e.phase == "forward":  # in an update by hand
+                    e.phase, e.rows, e.length = "optimizer", [], 0
             self.last = self.latest[kind] = merge(e for _, e in parts)
             copied = case.before.get(id(t)) is GONE or birth.op in COPIES or any(e.name for e in events.values())
             if copied and torch._C._current_graph_task_id() == -1:  # a gradient is no place where anybody puts them
                 self.put.add(key_of(t))
 
-    def born(self, birth: Birth, parents: tuple[Event, ...], written: bool) -> Event:
-        """The event of a birth: where it is, why, and whether somebody meant it."""
-        name = self.names.tensors.get(key_of(birth.out), ("",))[0]
-        moved = written and birth.out.is_leaf and (birth.out.requires_grad or name.startswith("parameter"))
+    def born(self, birth: Birth, parents: tuple[Event, ...], moved: bool) -> Event:
+        """The event of a birth: where it is, why, and whether somebody meant it. ``moved``: it is a parameter."""
         event = self.event(birth.op.rstrip("_"), updates=moved)
         self.look_around(birth, event.phase, parents)
         (event.cause, event.explanation), event.kind = diagnose(birth), birth.kind.strip("-")
