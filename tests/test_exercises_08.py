@@ -118,6 +118,12 @@ def test_phases():
     assert not exercises.check_08_phases({})
 
 
+def test_phases_are_words_however_they_are_written(capsys):
+    assert exercises.check_08_phases({"log1p": "Backward", "adam": "optimizer ", "row": "DATA"})
+    assert not exercises.check_08_phases({"log1p": "gradient", "adam": "optimizer", "row": "data"})
+    assert "log1p: 'gradient' is none of forward, backward, optimizer, data." in capsys.readouterr().out
+
+
 def test_the_phase_of_log1p_is_that_of_the_first_bad_number_that_reached_anything(capsys):
     assert not exercises.check_08_phases({"log1p": "forward"})
     said = capsys.readouterr().out

@@ -99,6 +99,8 @@ WRONG_STEPS = {
     "a NaN in the first": step_if(lambda g, parts: parts[-1].isfinite()),  # looks at the last loss only
     "whose gradient overflows": step_if(lambda g, parts: sum(parts).isfinite()),
     "its L2 norm overflows": step_if(lambda g, parts: get_total_norm(g).isfinite()),
+    "though its L2 norm overflows": step_if(lambda g, parts: all(t.norm().isfinite() for t in g)),  # each by its own
+    "a gradient of -inf": step_if(lambda g, parts: all(t.max().isfinite() for t in g)),  # blind below
     "left over": step_if(all_finite, always_clear=False),
     "should leave no trace": step_if(all_finite, change=clean),  # nan_to_num on the gradients
     "as one plain step": step_if(all_finite, change=lambda model: clip_grad_norm_(model.parameters(), 1e-3)),

@@ -551,8 +551,12 @@ def check_08_phases(answer: dict[str, str]) -> bool:
         "adam": "losses and gradients were fine, and the weights were not after the step.",
         "row": "it was there before the first operation.",
     }
+    phases = ("forward", "backward", "optimizer", "data")
     for name, phase in right.items():
-        if answer.get(name) != phase:
+        said = str(answer.get(name)).strip().lower()
+        if said not in phases:
+            return _verdict(f"{name}: {answer.get(name)!r} is none of {', '.join(phases)}.", "")
+        if said != phase:
             return _verdict(f"{name} is not {answer.get(name)!r}: {hints[name]}", "")
     return _verdict("", "Three phases; each of the other tools misses at least one of them.")
 
@@ -939,16 +943,15 @@ def _problem_09_step(step) -> str:
     good = [(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5]])), (torch.tensor([[0.5, -1.0]]), torch.tensor([[1.0]]))]
     nan_row = (torch.tensor([[1.0, torch.nan]]), torch.tensor([[0.5]]))
     overflow = (torch.tensor([[1e-3, 1e21]]), torch.tensor([[1.0]]))  # weight 1e-3: loss 1e36, gradient beyond fp32
-    large = (
-        torch.tensor([[0.0, 1.0]]),
-        torch.tensor([[-1.5e19]]),
-    )  # two gradients of 1.5e19: the sum of their squares overflows
+    minus = (torch.tensor([[1e-3, 1e21]]), torch.tensor([[3e18]]))  # the same with gradients of -2e15 and -inf
+    large = (torch.tensor([[1.0, 1.0]]), torch.tensor([[-1.5e19]]))  # of one weight: the sum of the squares overflows
     pair = (torch.tensor([[0.5, -1.0], [2.0, 0.0]]), torch.tensor([[1.0], [0.0]]))
     cases = {  # micro-batches, taken
         "two good micro-batches": ([good[0], good[1]], True),
         "a NaN in the first of two": ([nan_row, good[0]], False),
         "a NaN in the last of two": ([good[0], nan_row], False),
         "a finite loss whose gradient overflows": ([good[0], overflow], False),
+        "a finite loss with a gradient of -inf": ([good[0], minus], False),
         "a gradient that is finite, though its L2 norm overflows": ([good[0], large], True),
         "four good micro-batches": ([*good, *good], True),
         "micro-batches of one row and of two": ([good[0], pair], True),

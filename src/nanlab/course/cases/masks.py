@@ -155,7 +155,7 @@ CASES.append(
         family="fully_masked_attention_row",
         story="The search found nothing, so the mask hides every key of that row and its softmax is 0/0. Newer torch "
         "returns zeros in some attention kernels, not in all. Decide what reading nothing means before attention is "
-        "called.",
+        "called. (A score has six rows, two heads for each of three questions: rows 2 and 3 are question 1.)",
         difficulty=1,
     )
 )

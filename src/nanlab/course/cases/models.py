@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanlab.course.cases.frame import Case
-from nanlab.course.materials import tiny_tokenizer
+from nanlab.course.materials import PADDING, tiny_tokenizer
 from nanlab.inspection import preflight
 
 CASES: list[Case] = []
@@ -31,7 +31,9 @@ def strict_runs():
 def look_at(factory):
     """preflight of the model that a step works with, and one harmless row."""
     model = inspect.getclosurevars(inspect.unwrap(factory())).nonlocals["model"]
-    return preflight([{"text": "one and one is two"}], tiny_tokenizer(), model=model)
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = PADDING
+    return preflight([{"text": "one and one is two"}], tokenizer, model=model)
 
 
 # -- nemo-3232 -------------------------------------------------------------------------------------------------------
