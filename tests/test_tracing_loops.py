@@ -1378,3 +1378,131 @@ def test_a_gradient_left_over_in_a_plain_tensor_is_state_and_has_its_name():
     report = locate(step)
     assert verdict(report) == ("bad_state", "state", line("clipped by hand")), str(report)
     assert report.op == "kept[0].grad"
+
+
+# -- an inf, and finite numbers that are as bad ------------------------------------------------------------------------
+def overflowing(dtype, weight, scales):
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 32).to(dtype)
+    with torch.no_grad():
+        linear.weight.copy_(linear.weight.sign() * weight)
+        linear.bias.zero_()
+    return linear, (torch.randn(4, 8) * torch.tensor(scales)[:, None]).to(dtype)
+
+
+def test_an_inf_is_the_birth_though_the_finite_numbers_beside_it_overflow_too():
+    linear, x = overflowing(torch.bfloat16, 2e38, [1.0, 0.1, 0.01, 0.01])
+    norm = nn.LayerNorm(32).bfloat16()
+
+    def step():
+        hidden = linear(x)  # inf in the first row
+        return norm(hidden)  # the squares of all rows
+
+    report = locate(step)
+    assert verdict(report) == ("overflow", "forward", line("inf in the first row"))
+    assert report.rows == [0]
+    (other,) = report.others
+    assert verdict(other) == ("overflow", "forward", line("the squares of all rows"))
+    assert other.rows == [1, 2, 3]
+
+
+def test_the_same_in_a_product_of_matrices():
+    linear, x = overflowing(torch.float16, 3e2, [100.0, 10.0, 1.0, 1.0])
+
+    def step():
+        hidden = linear(x).view(4, 4, 8)  # six inf
+        return torch.bmm(hidden, hidden.transpose(1, 2))
+
+    assert verdict(locate(step)) == ("overflow", "forward", line("six inf"))
+
+
+def test_a_zero_beside_a_nan_is_a_fault_of_its_own():
+    x = torch.tensor([0.0, NAN, 1e30])
+    report = locate(lambda: torch.log(x)[::2].sum(), x=x)
+    assert verdict(report)[:2] == ("log_of_zero", "forward")
+
+
+def test_what_a_ctc_loss_keeps_at_minus_infinity_is_no_further_birth():
+    w = leaf(shape=(4, 5))
+    w.data[0, 0] = NAN
+    targets, lengths = torch.tensor([[1, 2]]), (torch.tensor([6]), torch.tensor([2]))
+
+    def step():
+        log_probs = (torch.ones(6, 1, 4) @ w).log_softmax(-1)
+        F.ctc_loss(log_probs, targets, *lengths).backward()
+
+    report = locate(step)
+    assert report.cause == "bad_state"
+    assert report.others == []
+
+
+# -- what hides a history ----------------------------------------------------------------------------------------------
+def test_a_nanmean_of_nothing_but_nan_tells_who_made_them():
+    x = leaf(0.0, 0.0)
+
+    def step():
+        y = x / (x.detach() * 0)  # the quotient
+        return y.nanmean()
+
+    assert verdict(locate(step)) == ("zero_over_zero", "forward", line("the quotient"))
+
+
+def test_a_nanmean_of_data_without_a_number_is_a_mean_over_nothing():
+    scores = torch.full((3,), NAN)
+    assert locate(lambda: scores.nanmean(), scores=scores).cause == "empty_mean"
+
+
+def test_a_result_with_slots_is_looked_into():
+    @dataclass(slots=True)
+    class Output:
+        loss: torch.Tensor
+
+    assert locate(lambda: Output(torch.log(torch.zeros(3)).mean())).cause == "log_of_zero"
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+def test_a_gradient_divided_by_a_counter_of_0_is_no_mean_over_nothing():
+    w = leaf(shape=(3, 4))
+
+    def step():
+        (w * 0).sum().backward()
+        torch.nn.utils.clip_grad_norm_([w], 1.0)
+        w.grad /= 0  # a counter of 0
+        torch.optim.AdamW([w]).step()
+
+    report = locate(step)
+    assert verdict(report) == ("zero_over_zero", "optimizer", line("a counter of 0"))
+    assert report.rows == []
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_eps_of_0_is_the_optimizer_s_underflow_however_it_is_implemented(fused):
+    w = leaf(0.5, -0.5)
+    optimizer = torch.optim.AdamW([w], lr=0.1, eps=0.0, fused=fused)
+
+    def step():
+        (w * torch.tensor([1.0, 0.0])).sum().backward()
+        optimizer.step()  # eps of 0
+
+    report = locate(step)
+    assert verdict(report) == ("optimizer_underflow", "optimizer", line("eps of 0"))
+    assert "eps is 0" in report.explanation
+    assert "eps above 0" in report.advice
+
+
+def test_a_factor_of_nan_that_only_backward_uses_is_a_bad_input():
+    w = leaf(1.0, 2.0)
+
+    def step():
+        losses = torch.cat([w[:1] * NAN, w[1:]])  # the factor
+        losses.nanmean().backward()
+
+    assert verdict(locate(step)) == ("bad_input", "data", line("the factor"))
+
+
+def test_rows_of_a_weight_are_not_those_of_the_batch():
+    w = leaf(shape=(4, 2))
+    w.data[1] = NAN
+    report = locate(lambda: (torch.ones(3, 4) @ w).sum().backward())
+    assert report.cause == "bad_state"
+    assert "row 1 of the tensor (from 0, of 4)" in str(report)

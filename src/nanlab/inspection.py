@@ -740,7 +740,8 @@ SETUP_CHECKS = (
         "bad_weights",
         _bad_weights,
         "Weights that already hold NaN or inf ({count}): {named}.",
-        "Load the checkpoint again, from before the run that broke it; a tensor that no file holds has to be initialised.",
+        "Load the checkpoint again, from before the run that broke it; "
+        "a tensor that no file holds has to be initialised.",
         DIRTY,
     ),
     SetupCheck(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanlab.tracing.causes import Birth
 from nanlab.tracing.events import Event, Parts, merge
-from nanlab.tracing.values import bad_mask, plain
+from nanlab.tracing.values import bad_mask, is_float, plain
 
 MANY = 8  # sources, or sets of them; what is beyond that is not told apart
 # What stands in place of bad numbers: no function is bad at both, and no matrix of the first is singular.
@@ -87,6 +87,8 @@ def behind(birth: Birth, found: list[Source], out: Tensor) -> list[tuple[Tensor,
         return split(torch.stack(moved), out, found)
     if (fresh := bad_with(birth, found, [], out)).any():
         fresh = bad_with(birth, found, [], fresh, HARMLESS[1])
+    if fresh.any():  # what only the size of the finite numbers does, and the sources would have done as well, is theirs
+        fresh &= bad_with(birth, found, [], fresh, size=1) | ~bad_with(birth, found, found, fresh, size=1)
     left = out & ~fresh
     alone = lambda: torch.stack([bad_with(birth, found, [s], out) for s in found])
     enough = alone() if len(found) > 1 else out[None]
@@ -110,9 +112,12 @@ def split(bits: Tensor, left: Tensor, found: list[Source]) -> list[tuple[Tensor,
 
 
 def bad_with(
-    birth: Birth, found: list[Source], kept: list[Source], out: Tensor, harmless: Callable = HARMLESS[0]
+    birth: Birth, found: list[Source], kept: list[Source], out: Tensor, harmless: Callable = HARMLESS[0], size: int = 0
 ) -> Tensor:
-    """Which bad elements of the output would be bad as well if of all sources there were only those of ``kept``?"""
+    """Which bad elements of the output would be bad as well if of all sources there were only those of ``kept``?
+
+    ``size``: the largest that a finite number may be; larger ones are scaled down together. 0: as they are.
+    """
 
     def change(x: object) -> object:
         was = birth.before.get(id(x))
@@ -122,8 +127,12 @@ def bad_with(
         numbers = numbers.clone() if was or drop else numbers
         for mask in drop:
             plain(numbers)[mask] = harmless(int(mask.sum())).to(plain(numbers))
+        if size and is_float(x):
+            top = plain(numbers).masked_fill(bad_mask(numbers), 0).abs().amax() if x.numel() else size
+            numbers = numbers * (size / max(size, float(top)))
         return numbers
 
     if (again := birth.again(change)) is None:
         raise NotImplementedError(birth.op)
-    return out & bad_mask(again)
+    alike = torch.isnan(plain(again)) | ~torch.isnan(plain(birth.out))  # an inf that is there by design makes no NaN
+    return out & bad_mask(again) & (alike if not kept else True)

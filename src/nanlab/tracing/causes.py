@@ -26,7 +26,7 @@ CONSTANT = "a constant in"  # how the name of a number begins that is written in
 COPIES = ("cat", "clone", "stack", "index", "gather", "_to_copy")
 MASKS = ("attn_mask", "attn_bias", "mask")  # a −inf in these is meant
 SOFTMAX = r"softmax|logsumexp|attention|encoder_layer"
-DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod)"
+DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod|_fused_adam)"
 MODULO = r"remainder|fmod"  # by 0, of any number
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
 POLES = "acos|asin|atanh|acosh|sqrt|erfinv|log|lgamma|digamma|polygamma|special_|.*det|.*solve|linalg_inv"
@@ -51,11 +51,12 @@ class Birth(SimpleNamespace):
     ``inputs``: (argument, tensor, '' or its kind), as they were before. ``before``: id of a tensor that the operation
     has written → what it was, None if that is not known. ``returned``: all that the operation returned.
     ``fresh``: which output elements are new. ``matched``: do inputs and outputs correspond one to one? ``native``:
-    autograd's own backward, not Python code. ``saved``: it meets an inf that forward has saved. ``counts``: which
-    tensors count, so that 0 means that there was nothing. ``eps``, ``state``: of the optimizer, numbers and dtypes.
+    autograd's own backward, not Python code. ``saved``: it meets an inf that forward has saved. ``gradient``: it writes
+    into the gradient of a parameter. ``counts``: which tensors count, so that 0 means that there was nothing. ``eps``,
+    ``state``: of the optimizer, numbers and dtypes.
     """
 
-    matched, native, saved, phase, eps, state = False, False, False, "", (), ()
+    matched, native, saved, gradient, phase, eps, state = False, False, False, False, "", (), ()
 
     def named(self) -> dict[str, object]:
         schema = getattr(self.func, "_schema", None)
@@ -98,8 +99,8 @@ class Birth(SimpleNamespace):
         return torch.Tag.pointwise in getattr(self.func, "tags", ()) and fits and simple
 
     def divides_by_zero(self) -> bool:
-        names = ("other", "tensor2", "scalars") if re.search(f"div|{MODULO}", self.op) else ("self",)
-        return bool(re.search(DIVISION, self.op)) and self.zero(self.get(*names))
+        by = self.get("other", "tensor2", "scalars", "exp_avg_sqs")
+        return bool(re.search(DIVISION, self.op)) and self.zero(self.get("self") if by is None else by)
 
     def zero(self, value: object) -> bool:
         """Is ``value`` 0 where the output went bad (anywhere, if places do not correspond)?"""
@@ -171,7 +172,14 @@ class Birth(SimpleNamespace):
         """The output with float64 arguments; None also if it is large, or written in place."""
         if re.search("^_f|_$", self.op) or sum(x.numel() for _, x, _ in self.inputs) > LARGEST:
             return None
-        return self.again(lambda v: v.double() if is_float(v) else torch.float64 if isinstance(v, torch.dtype) else v)
+        bad_here = {id(x) for _, x, kind in self.inputs if kind}  # others are bad elsewhere, if at all
+
+        def wide(v: object) -> object:
+            if not is_float(v):
+                return torch.float64 if isinstance(v, torch.dtype) else v
+            return v.double() if id(v) in bad_here else v.double().nan_to_num(0.5, 0.5, 0.5)
+
+        return self.again(wide)
 
     def excess(self) -> str:
         """How far past the largest number of the dtype."""
@@ -222,8 +230,8 @@ def diagnose(birth: Birth) -> tuple[str, str]:
 def _(b: Birth) -> bool:
     """The optimizer divides by √v + eps, and both came out as exactly 0 in the dtype of its state.
 
-    Keep the weights that the optimizer sees in float32 (mixed precision), or load them in bfloat16. The fused optimizer
-    and an eps of 1e-4 are finite and still wrong: √v stays 0.
+    Keep the weights that the optimizer sees in float32 (mixed precision), or load them in bfloat16, and an eps above 0.
+    The fused optimizer and an eps of 1e-4 are finite and still wrong: √v stays 0.
     """
     # Without an eps it is the range that counts: bfloat16 reaches as far down as float32.
     lost = any(b.held(e) == 0 for e in b.eps or [torch.finfo(torch.float32).tiny])
@@ -261,7 +269,8 @@ def _(b: Birth) -> bool:
     if b.op.rstrip("_") != "div":
         return isinstance(x, Tensor) and x.numel() == 0
     counted = b.counts.whole(other) or (not isinstance(other, Tensor) and b.counts.made(x) == "sum")
-    return b.kind == "nan" and counted and b.zero(other) and not b.native and not (is_float(x) and b.measured(x, other))
+    measured = b.gradient or (is_float(x) and b.measured(x, other))
+    return b.kind == "nan" and counted and b.zero(other) and not b.native and not measured
 
 
 @row("gradient_at_edge", r"", "04_log_of_zero")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -51,7 +51,10 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
 def fields_of(value: object) -> object:
     """What an object holds; other values as they are."""
     opaque = isinstance(value, (Tensor, nn.Module, type, ModuleType)) or callable(value)
-    return value if opaque else getattr(value, "__dict__", value)
+    if opaque:
+        return value
+    slots = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else value
+    return getattr(value, "__dict__", slots)
 
 
 def sink_state(tracer: Tracer) -> None:
@@ -135,7 +138,7 @@ def excused(role: str, event: Event, tracer: Tracer) -> bool:
     if tracer.scaler_skips and root.cause == "overflow" and root.phase == "backward":
         return role not in ("parameter", "state")  # GradScaler skips it and lowers its scale
     if role in ("values", "masked"):  # a mask or a sentinel handed back
-        given = bool(root.name) and (tracer.went_backward or role == "masked")
+        given = bool(root.name) and (tracer.went_backward >= 0 or role == "masked")
         return root.deliberate or root.name.startswith(CONSTANT) or given
     if role == "held" and root.phase in ("data", "state") and not tracer.raised_about_nan:
         return True  # the step raised for a reason of its own

@@ -129,6 +129,7 @@ class Hunt:
         with contextlib.suppress(*RAISED):  # it will raise again under the tracer
             failed = self.failed(call(), before)
         if not failed:
+            self.tracer.went_backward = self.tracer.n if self.mode == "train" else -1
             return result
         undo()
         scaler = getattr(self.trainer.accelerator, "scaler", None)

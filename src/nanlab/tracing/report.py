@@ -63,7 +63,8 @@ class Report:
         """(title, paragraphs): the one content behind text and card."""
         growth, others = " → ".join(f"{g:.3g}" for g in self.growth[-6:]), [o.headline for o in self.others]
         listed = lambda rows: f"row{'s' * (len(rows) > 1)} " + ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
-        rows = f"{listed(self.rows)} (from 0, of {self.length})" if self.rows else ""
+        of = " of the tensor" if self.phase == "state" else ""
+        rows = f"{listed(self.rows)}{of} (from 0, of {self.length})" if self.rows else ""
         verb = "are" if self.examples[1:] else "is"
         examples = f"which {verb} {listed(self.examples)} of the dataset" if self.examples else ""
         batch = f"batch {self.batch} (from 0)" if self.batch is not None else ""

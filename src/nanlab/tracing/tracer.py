@@ -72,11 +72,11 @@ def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
 class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
-    ``n``: operations so far. ``went_backward``: at the last backward pass. ``forward``: autograd sequence number → (place, operation). ``outside``: the place that
-    called backward(). ``sinks``: (role, name) → the events behind what should be finite and is not. ``passed``: where
-    forward has handed bad numbers on.
+    ``n``: operations so far. ``went_backward``: at the last backward pass, −1 if there was none. ``forward``: autograd
+    sequence number → (place, operation). ``outside``: the place that called backward(). ``sinks``: (role, name) → the
+    events behind what should be finite and is not. ``passed``: where forward has handed bad numbers on.
     Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
-    ``lifted``, that are made of Python numbers.
+    ``lifted``, that are made of Python numbers; ``dropped``, a sum → the events of what nansum has left out.
     Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``chosen``, the
     last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``, kind → the last
     output, ``last``, of any kind.
@@ -92,8 +92,8 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         forwards = lambda: self.steps[-1] is None and torch._C._current_graph_task_id() == -1
         self.names, self.counts, self.taint = Names(), Counts(forwards), Taint()
-        self.n, self.went_backward, self.forward, self.outside, self.sinks = 0, 0, {}, Place(), {}
-        self.put, self.came, self.lifted, self.passed = set(), set(), set(), set()
+        self.n, self.went_backward, self.forward, self.outside, self.sinks = 0, -1, {}, Place(), {}
+        self.put, self.came, self.lifted, self.passed, self.dropped = set(), set(), set(), set(), {}
         self.reads, self.latest, self.last, self.chosen, self.refused = {}, {}, (), (), ()
         self.steps, self.optimizers, self.settings, self.growth, self.graded = [None], {}, {}, [], set()
         self.scaler_skips = self.raised_about_nan = False
@@ -273,6 +273,8 @@ class Tracer(TorchDispatchMode):
     def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         self.counts.note(name, args, out, outs)
+        if name == "nansum" and (kind := bad(args[0])):
+            self.dropped[key_of(out)] = self.guilty(args[0], kind)
         whole = lambda t: not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
         drawn = any(isinstance(t, Tensor) and whole(t) for t in as_list(out))
         looks = (drawn or name == "_local_scalar_dense") and args and is_float(args[0])
@@ -312,8 +314,9 @@ class Tracer(TorchDispatchMode):
                     events[key] = self.born(case.at(mask, of), merge(s.events for s in of), moved)
                 parts.append((mask, (events[key],)))
             self.taint.record(t, parts)
-            for e in {e for _, events in parts for e in events for e in (e, e.root())} if moved else ():
-                if e.n > self.went_backward > 0 and not e.module and e.phase == "forward":  # in an update by hand
+            behind = merge(events for _, events in parts) if moved else ()
+            for e in (*behind, *(b.root() for b in behind)):
+                if e.n > self.went_backward >= 0 and not e.module and e.phase == "forward":  # in an update by hand
                     e.phase, e.rows, e.length = "optimizer", [], 0
             self.last = self.latest[kind] = merge(e for _, e in parts)
             copied = case.before.get(id(t)) is GONE or birth.op in COPIES or any(e.name for e in events.values())
@@ -330,10 +333,13 @@ class Tracer(TorchDispatchMode):
         literal = number.strip("-") == event.kind and not read  # written in the code: a mask, a sentinel, a poison
         if literal and self.steps[-1] is not None and event.kind in self.settings:
             return self.settings[event.kind]
-        if literal and (event.phase == "forward" or (moved and event.cause == "unknown")):
+        if literal and (event.phase == "forward" or (event.cause == "unknown" and (moved or birth.native))):
             what = "a number given to" if moved else CONSTANT
             event.cause, event.phase, event.name = "bad_input", "data", f"{what} {event.op}"
-        event.parents = () if event.cause == "empty_mean" else merge([parents, read])
+        # All of it may have been dropped since it was bad.
+        x = birth.get("self")
+        lost = [e for e in self.dropped.get(key_of(x), ()) if e.root().phase != "data"] if is_float(x) else []
+        event.parents = merge([lost] if event.cause == "empty_mean" else [parents, read])
         # The logarithm of 0 and 1 is a mask that will be added.
         selects = event.cause == "log_of_zero" and self.counts.whole(birth.get("self")) and is_mask(birth.out)
         passed_on = birth.op == "_log_softmax" and bool(parents) and all(p.deliberate for p in parents)
@@ -346,6 +352,7 @@ class Tracer(TorchDispatchMode):
         """What the table of causes asks of the step around an operation."""
         birth.phase, birth.counts = phase, self.counts
         birth.native = phase == "backward" and not any(walk(sys._getframe(1))[:2])
+        birth.gradient = any(p.grad is birth.out for _, p in self.names.parameters.values())
         birth.saved = any(p.phase == "forward" or p.deliberate for p in parents)
         if self.steps[-1] is not None:
             birth.state = {v.dtype for state in self.steps[-1].state.values() for v in state.values() if is_float(v)}
@@ -377,7 +384,7 @@ class Tracer(TorchDispatchMode):
         mask = kind == "-inf" and not x.requires_grad and is_mask(x)
         number = x.dim() == 0 or (x.numel() == 1 and key_of(x) in self.lifted)
         op, deliberate = name, mask or (number and not known and kind != "nan")
-        reduced = torch.distributed.is_initialized() and self.went_backward and self.steps[-1] is None
+        reduced = torch.distributed.is_initialized() and self.went_backward >= 0 and self.steps[-1] is None
         if reduced and not known and name == UNNAMED:
             op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
         event = self.event(op, phase, name=name, cause=cause, kind=kind.strip("-"), explanation=said)
