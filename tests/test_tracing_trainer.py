@@ -198,6 +198,7 @@ def test_a_line_in_a_users_own_trainer(tmp_path, accumulation):
     assert (report.cause, report.source, report.rows) == ("log_of_zero", line("loss of the user"), [0])
     assert report.texts == {0: "w5 w5 w5 w5 w5 w5"}
     assert report.library == ""
+    assert report.headline.endswith(f", at {report.source}")
 
 
 def test_a_trainer_that_raises_gives_its_exception(tmp_path):
@@ -239,6 +240,8 @@ def test_trl_tpo_evaluation_of_a_prompt_that_fills_max_length(tmp_path):
     report = located(trainer, "eval")
     assert (report.cause, report.phase, report.kind, report.batch) == ("empty_mean", "forward", "nan", 2)
     assert report.library.startswith("trl/experimental/tpo/tpo_trainer.py:")
+    assert report.headline.endswith(f", at {report.library}")  # the user's line is that of locate() itself
+    assert report.source not in str(report)
     assert "w4 w4" in str(report.texts)
 
 

@@ -150,7 +150,7 @@ def place(e: Event) -> tuple:
 
 
 def sentence(e: Event) -> str:
-    where = " ".join(filter(None, [e.module and f"in {e.module}", e.source and f"at {e.source}"]))
+    where = " ".join(filter(None, [e.module and f"in {e.module}", e.line and f"at {e.line}"]))
     if e.phase in ("data", "state"):
         return f"{e.name} was already {e.kind} ({e.amount or 'a number'}) when it was used {where}."
     note, made = f" ({e.note})" if e.note else "", "passed on a deliberate" if e.deliberate else "made"

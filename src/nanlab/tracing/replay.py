@@ -35,6 +35,7 @@ from nanlab.tracing.report import Report
 from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.undo import freeze, generators
 from nanlab.tracing.values import bad, is_float
+from nanlab.tracing.where import line_of
 
 METHODS = {"train": "training_step", "eval": "prediction_step"}
 LIBRARIES = ("transformers.", "trl.", "nanlab.guard")
@@ -69,6 +70,7 @@ class Hunt:
     def __init__(self, trainer: Any, mode: str, limit: int | None) -> None:
         self.trainer, self.mode, self.limit, self.batch = trainer, mode, limit, -1
         self.report, self.tracer = Report(), Tracer()
+        self.tracer.call = line_of(self.tracer.names.here().user)[0]
         self.fetched: deque = deque(maxlen=8 + trainer.args.gradient_accumulation_steps)
         self.part, self.first, self.irregular, self.aside = "", 0, [], {}
 

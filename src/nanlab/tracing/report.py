@@ -22,7 +22,8 @@ class Report:
     ``phase``: "data", "state", "forward", "backward" or "optimizer". ``op``: the operation, or the name of the tensor
     that was bad on arrival. ``module``: qualified name; for a gradient, of the forward operation. ``source``:
     "file.py:12", the innermost line of the user's own code; ``library``: the innermost line of a library, when the
-    fault is in there, else ""; ``code``: function and text of the two. ``rows``: indices into the first dimension of
+    fault is in there, else ""; ``code``: function and text of the two; ``call``: the line that gave a trainer to
+    locate(), which says nothing about the fault. ``rows``: indices into the first dimension of
     the bad tensor (the batch, for data and activations), which is ``length`` long: all that are bad, also those that
     are left out later. ``others``: further independent births, earliest first. ``exception``: what the step raised, if
     it did. ``growth``: the largest |parameter| before each optimizer step up to the birth, and at it. From a trainer:
@@ -46,6 +47,7 @@ class Report:
     advice: str = ""
     lesson: str = ""
     code: tuple[str, str] = ("", "")
+    call: str = ""
     others: list[Report] = field(default_factory=list)
     exception: BaseException | None = None
     growth: list[float] = field(default_factory=list)
@@ -54,9 +56,14 @@ class Report:
     texts: dict[int, str] = field(default_factory=dict)
 
     @property
+    def line(self) -> str:
+        """The user's line, or the library's where the user has only called locate()."""
+        return self.library if self.library and self.source in ("", self.call) else self.source
+
+    @property
     def headline(self) -> str:
         where = f"{self.op} in {self.module}" if self.module else self.op
-        line = self.source or self.library or "an unknown line"
+        line = self.line or "an unknown line"
         return f"{self.cause}: {self.kind} in {self.phase}, {where}, at {line}" if self.found else "nothing found"
 
     def items(self) -> list[tuple[str, list[str]]]:
@@ -70,7 +77,7 @@ class Report:
         batch = f"batch {self.batch} (from 0)" if self.batch is not None else ""
         texts = [f"row {row}: {text}" for row, text in self.texts.items()]
         items = {
-            "Line": [f"{self.source}  {self.code[0]}" if self.source and self.code[0] else ""],
+            "Line": [f"{self.source}  {self.code[0]}" if self.line == self.source and self.code[0] else ""],
             "What": [self.explanation or ("" if self.found else NOTHING)],
             "In the library": [f"{self.library}  {self.code[1]}".strip()],
             "Rows": [", ".join(filter(None, [batch, rows, examples])), *texts],

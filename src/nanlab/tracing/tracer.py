@@ -96,7 +96,7 @@ class Tracer(TorchDispatchMode):
         self.put, self.came, self.lifted, self.passed, self.dropped = set(), set(), set(), set(), {}
         self.reads, self.latest, self.last, self.chosen, self.refused = {}, {}, (), (), ()
         self.steps, self.optimizers, self.settings, self.growth, self.graded = [None], {}, {}, [], set()
-        self.scaler_skips = self.raised_about_nan = False
+        self.scaler_skips, self.raised_about_nan, self.call = False, False, ""
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
     def __enter__(self):
@@ -213,7 +213,7 @@ class Tracer(TorchDispatchMode):
         (source, said), (library, inside) = map(line_of, (place.user, place.library))
         module = next((self.names.modules[m] or type(m).__name__ for m in place.modules), owner)
         spot = {"op": op, "phase": phase or "backward", "module": module, "source": source, "library": library}
-        return Event(n=self.n, note=note, **{**spot, "code": (said, inside), **more})
+        return Event(n=self.n, note=note, call=self.call, **{**spot, "code": (said, inside), **more})
 
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
