@@ -1,11 +1,13 @@
 """autopsy: real runs of transformers and TRL, planted footprints, damaged files, and silence on healthy runs."""
 
 import csv
+import itertools
 import json
 import math
 import os
 import random
 import threading
+import time
 import tracemalloc
 import warnings
 
@@ -324,6 +326,34 @@ def test_what_is_missing_lowers_the_confidence():
     assert autopsy(evals(NAN))[0].confidence == "possible"
 
 
+def where(entries):
+    """Code → the step it starts at."""
+    return {finding.code: finding.rows[0] for finding in autopsy(entries)}
+
+
+def test_a_death_that_only_the_loss_shows_is_found_beside_earlier_norms():
+    log = [*train(falling(10), steady(10)), {"step": 11, "loss": NAN}, {"step": 12, "loss": NAN}]
+    assert where(log) == {"nan_loss": 11, "sudden_divergence": 11}
+
+
+@pytest.mark.parametrize("skipped", [NAN, INF])
+def test_steps_that_a_grad_scaler_skipped_are_no_calm_stretch(skipped):
+    log = train([*falling(23), 0.0, 0.0], [*[skipped] * 3, *steady(20), NAN, NAN])
+    assert where(log) == {"filter_footprint": 24, "sudden_divergence": 24}
+
+
+def test_a_run_that_starts_again_in_the_same_log_is_told_by_its_own_steps():
+    climbs = train([*[2.0] * 10, *[2 + 0.3 * n for n in range(1, 11)], *[NAN] * 5], [*explode(20, 10), *[NAN] * 5])
+    tests = [{"step": 10, "eval_loss": NAN}, {"step": 24, "eval_loss": NAN}]
+    alone, after_another = autopsy(climbs), autopsy(train(falling(50), steady(50)) + climbs)
+    assert alone.codes == ["nan_loss", "gradual_divergence"]
+    assert [(f.code, f.rows[0], f.rows[-1]) for f in after_another] == [(f.code, f.rows[0], f.rows[-1]) for f in alone]
+    later = [{"step": 40, "eval_loss": NAN}]  # of the first run, which was alive
+    found = {f.code: list(f.rows) for f in autopsy(train(falling(50), steady(50)) + later + climbs + tests)}
+    assert found["nan_eval_loss"] == [40, 10]
+    assert found["eval_of_dead_model"] == [24]
+
+
 # --------------------------------------------------------------------------------------------------------- healthy runs
 
 
@@ -520,6 +550,31 @@ def test_a_run_without_any_readable_log_names_the_newest(tmp_path):
         autopsy(tmp_path)
 
 
+@pytest.mark.parametrize(("finished", "codes"), [(10, CODES), (14, []), (15, [])])
+def test_the_state_of_a_finished_run_gives_way_to_a_later_checkpoint(finished, codes, tmp_path):
+    states(tmp_path, checkpoint_5="", checkpoint_14=json.dumps({"log_history": ENTRIES}))
+    good = {"log_history": train(falling(finished), steady(finished))}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(good))
+    assert autopsy(tmp_path).codes == codes
+    (tmp_path / "trainer_state.json").write_text("")
+    assert autopsy(tmp_path).codes == ["damaged_file", *CODES]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_line_of_jsonl_may_hold_what_python_calls_a_line_end(end, tmp_path):
+    rows = [{**entry, "text": "a\u2028b\x85c\x0b"} for entry in train(falling(9), steady(9))]
+    text = end.join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "log.jsonl").write_bytes(text.encode())
+    assert autopsy(tmp_path / "log.jsonl").codes == []
+
+
+def test_a_step_of_training_is_better_than_a_count_of_log_calls():
+    row = {"train/loss": NAN, "train/global_step": 800, "_step": 8}
+    for names in itertools.permutations(row):
+        assert list(autopsy([{name: row[name] for name in names}])[0].rows) == [800]
+    assert list(autopsy([{**row, "step": 801}])[0].rows) == [801]
+
+
 @pytest.mark.parametrize(
     "content", ['{"log_history": [1, {"step": 1, "loss": 1}]}', '1\n{"step": 1, "loss": 1}', '["a", {"loss": 1}]']
 )
@@ -588,6 +643,17 @@ def test_the_onset_is_the_same_as_with_every_window_in_memory(seed):
         rng.choice([0, 1]), 1, count - count * 2 // 3
     )
     assert _onset(heights) == onset_in_square_memory(heights)
+
+
+def test_many_bad_evaluations_cost_no_more_than_good_ones():
+    log = train([2 + math.sin(n) / 2 for n in range(20_000)], [1.0] * 20_000)
+
+    def seconds(loss):
+        start = time.process_time()
+        autopsy(log + [{"step": 10 * n, "eval_loss": loss + n} for n in range(1, 2001)])
+        return time.process_time() - start
+
+    assert seconds(NAN) < 3 * seconds(1.0) + 0.2  # every step asked for every evaluation: 8 s
 
 
 def test_a_long_run_takes_memory_of_its_own_size():

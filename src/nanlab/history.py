@@ -77,12 +77,14 @@ class Log:
         # The summary at the end of a run has train_loss in place of loss: it is neither.
         self.train = [entry for entry in self.entries if {"loss", "grad_norm"} & entry.keys()]
         self.evals = [entry for entry in self.entries if _eval_metrics(entry)]
+        self.places = {id(entry): place for place, entry in enumerate(self.entries)}
         if not self.train and not self.evals:
             raise InputError(f"{source}: no log entry with a loss, a grad_norm or an eval_ metric in it")
 
-    def train_array(self, *names: str) -> np.ndarray:
-        """Step and metrics of the training entries that have them all: float64 `[1 + len(names), n]`."""
-        rows = [[entry["step"], *(entry[name] for name in names)] for entry in self.train if {*names} <= entry.keys()]
+    def train_array(self, *names: str, start: int = 0) -> np.ndarray:
+        """Step and metrics of the training entries from `start` that have them all: float64 `[1 + len(names), n]`."""
+        train = (entry for entry in self.train[start:] if {*names} <= entry.keys())
+        rows = [[entry["step"], *(entry[name] for name in names)] for entry in train]
         return np.array(rows, float).reshape(-1, 1 + len(names)).T
 
     @cached_property
@@ -107,12 +109,15 @@ class Log:
         alone = len(tail) == 1 and math.isfinite(loss := tail[0].get("loss", 1.0)) and loss != 0
         return start if tail and not alone else None
 
-    def alive_at(self, step: float) -> bool:
-        """Training was still finite at the last entry up to this step."""
-        before = [at for at, entry in enumerate(self.train) if entry["step"] <= step]
-        return not before or self.dead_from is None or before[-1] < self.dead_from
+    def alive_at(self, entry: Mapping[str, float]) -> bool:
+        """Training was still finite: by the step, or by the place in the log, as a run that starts again repeats steps."""
+        if self.dead_from is None:
+            return True
+        dead = self.train[self.dead_from]
+        return entry["step"] < dead["step"] or self.places[id(entry)] < self.places[id(dead)]
 
 
+# Other names, the better one first: W&B's _step counts its own calls.
 _NAMES = {"global_step": "step", "_step": "step", "lr": "learning_rate", "gradient_norm": "grad_norm"}
 _NO_METRIC = re.compile(r"runtime|per_second|preparation_time|num_tokens|epoch|flos|_rows$|step$")
 
@@ -123,11 +128,14 @@ def _numbers(entry: Mapping, number: int) -> dict[str, float]:
     for key, value in entry.items():
         name = re.sub("^eval/", "eval_", str(key).removeprefix("train/"))
         try:
-            clean[_NAMES.get(name, name)] = float(value)
+            clean[name] = float(value)
         except OverflowError:  # an integer of more than 308 digits
-            clean[_NAMES.get(name, name)] = math.copysign(math.inf, value > 0 or -1)
+            clean[name] = math.copysign(math.inf, value > 0 or -1)
         except (TypeError, ValueError):
             continue  # a name, a list, an empty cell
+    for other, name in _NAMES.items():
+        if other in clean:
+            clean = {name: clean.pop(other), **clean}
     if not math.isfinite(clean.get("step", math.nan)):
         clean["step"] = float(number)
     return clean
@@ -150,17 +158,35 @@ def read_log(source: str | os.PathLike | Sequence[Mapping]) -> Log:
 
 
 def _log_files(path: Path) -> list[Path]:
-    """The file itself (also a pipe), or every trainer_state.json in the folder of a run, newest first."""
+    """The file itself (also a pipe), or every trainer_state.json in the folder of a run, newest (by step) first."""
     if not os.path.exists(path):  # unlike path.exists(), False also for a name that no system takes
         raise InputError(f"{path}: no such file or folder")
     if not path.is_dir():
         return [path]
-    age = lambda file: int(re.sub(r"\D", "", file.parent.name) or 0)
-    states = [path / "trainer_state.json", *sorted(path.glob("checkpoint-*/trainer_state.json"), key=age, reverse=True)]
-    found = [file for file in states if file.is_file()]
+    top = path / "trainer_state.json"
+    steps = {top: math.inf, **{file: _number(file.parent) for file in path.glob("checkpoint-*/trainer_state.json")}}
+    found = [file for file in steps if file.is_file()]
     if not found:
         raise InputError(f"{path}: no trainer_state.json here or in a checkpoint-* folder; name the log file itself")
-    return found
+    if top in found[:1] and len(found) > 1:
+        steps[top] = _reaches(top)
+    return sorted(found, key=steps.__getitem__, reverse=True)
+
+
+def _number(checkpoint: Path) -> int:
+    return int(re.sub(r"\D", "", checkpoint.name) or 0)
+
+
+def _reaches(state: Path) -> float:
+    """The last step in it: the file of a finished run may stand beside checkpoints of a later one that was resumed.
+
+    One that says nothing comes first, to be told of.
+    """
+    try:
+        entries = _parse(state)[0]
+    except InputError:
+        return math.inf
+    return max((_numbers(entry, 0)["step"] for entry in entries), default=math.inf)
 
 
 def _first_readable(files: list[Path]) -> Log:
@@ -215,7 +241,8 @@ def _one_document(text: str) -> list:
 
 
 def _one_a_line(text: str) -> list:
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    lines = re.split(r"[\r\n]", text)  # not splitlines(): U+2028 and U+0085 may stand inside a text
+    return [json.loads(line) for line in lines if line.strip()]
 
 
 def _salvage(text: str) -> Iterator[Mapping]:
@@ -272,9 +299,8 @@ def _bad_gradient(log: Log) -> Seen | None:
     """A finite loss beside gradients that stay NaN or inf. Single ones are a GradScaler at work."""
     if log.dead_from is None:
         return None
-    steps, loss, norm = log.train_array("loss", "grad_norm")
-    dead = steps >= log.train[log.dead_from]["step"]
-    return _where(steps, dead & np.isfinite(loss) & (loss != 0) & ~np.isfinite(norm), "likely")
+    steps, loss, norm = log.train_array("loss", "grad_norm", start=log.dead_from)
+    return _where(steps, np.isfinite(loss) & (loss != 0) & ~np.isfinite(norm), "likely")
 
 
 def _no_gradient(log: Log) -> Seen | None:
@@ -341,7 +367,7 @@ def _nan_metrics(log: Log) -> Seen | None:
 
 def _empty_evaluation(log: Log) -> Seen | None:
     """eval_loss NaN while training is finite."""
-    bad = [e for e in log.evals if not math.isfinite(e.get("eval_loss", 0.0)) and log.alive_at(e["step"])]
+    bad = [e for e in log.evals if not math.isfinite(e.get("eval_loss", 0.0)) and log.alive_at(e)]
     if not bad:
         return None
     others = [value for entry in bad for name, value in _eval_metrics(entry).items() if math.isfinite(value)]
@@ -350,7 +376,7 @@ def _empty_evaluation(log: Log) -> Seen | None:
 
 
 def _dead_evaluation(log: Log) -> Seen | None:
-    bad = [e["step"] for e in log.evals if not math.isfinite(e.get("eval_loss", 0.0)) and not log.alive_at(e["step"])]
+    bad = [e["step"] for e in log.evals if not math.isfinite(e.get("eval_loss", 0.0)) and not log.alive_at(e)]
     return Seen(bad) if bad else None
 
 
@@ -431,29 +457,36 @@ def _last(mask: np.ndarray) -> int:
 
 
 def _divergence(log: Log) -> tuple[str, Seen] | None:
+    """Places in `log.train`, not steps, are compared: a run that starts again writes the same steps twice."""
     name = "grad_norm" if log.train_array("grad_norm").shape[1] * 2 >= len(log.train) else "loss"
-    steps, values = log.train_array(name)
-    dead = len(steps) if log.dead_from is None else int(np.searchsorted(steps, log.train[log.dead_from]["step"]))
-    heights = np.log10(np.clip(np.nan_to_num(np.abs(values[:dead]), posinf=1e30), 1e-12, 1e30))
+    places = [at for at, entry in enumerate(log.train[: log.dead_from]) if not math.isnan(entry.get(name, math.nan))]
+    values = np.array([log.train[at][name] for at in places])  # NaN is no height: a GradScaler skipped that step
+    heights = np.log10(np.clip(np.nan_to_num(np.abs(values), posinf=1e30), 1e-12, 1e30))
     onset = _onset(heights)
     if log.dead_from is not None:
-        climbs = onset is not None and dead - onset.start >= 3
-        at, kind = (onset.start, "gradual") if climbs else (dead, "sudden")
-        return kind, Seen(steps[at:], detail=_rate_at(log, steps[at]))
+        climbs = onset is not None and len(places) - onset.start >= 3
+        return ("gradual", _since(log, places[onset.start])) if climbs else ("sudden", _since(log, log.dead_from))
     if onset is None or len(heights) < 8 or len(heights) - onset.start < 3:  # too short to tell noise from a trend
         return _worse_than_at_first(log)
+    at = places[onset.start]
     tenfold = heights[onset.start :].max() >= onset.normal + 1
-    if tenfold and (name == "loss" or _loss_worse(log, steps[onset.start])):
+    if tenfold and (name == "loss" or _loss_worse(log, at)):
         sure = "likely" if name == "grad_norm" else "possible"
-        at = onset.start
-        return "sudden" if onset.jump else "gradual", Seen(steps[at:], sure, _rate_at(log, steps[at]))
+        return "sudden" if onset.jump else "gradual", _since(log, at, sure)
     return _worse_than_at_first(log)
 
 
-def _loss_worse(log: Log, step: float) -> bool:
-    """The loss after this step lies clearly above that before it."""
-    steps, loss = log.train_array("loss")
-    before, after = loss[steps < step], loss[steps >= step]
+def _since(log: Log, at: int, confidence: str = "certain") -> Seen:
+    """The steps of the training entries from this place on, and the learning rate there."""
+    rate = next((entry["learning_rate"] for entry in log.train[at:] if "learning_rate" in entry), None)
+    detail = f" (learning rate {rate:.2g} there)" if rate is not None else ""
+    return Seen([entry["step"] for entry in log.train[at:]], confidence, detail)
+
+
+def _loss_worse(log: Log, at: int) -> bool:
+    """The loss from this place on lies clearly above that before it."""
+    loss = [entry.get("loss", math.nan) for entry in log.train]
+    before, after = (np.array([value for value in part if not math.isnan(value)]) for part in (loss[:at], loss[at:]))
     if log.rewards or not len(before) or not len(after):
         return False
     normal = np.median(before[-max(3, len(before) // 4) :])
@@ -466,14 +499,7 @@ def _worse_than_at_first(log: Log) -> tuple[str, Seen] | None:
     if log.rewards or len(steps) < 8 or not (loss[1:].min() > loss[0] > 0 and norm[1:].min() > norm[0]):
         return None
     worse = np.median(loss[1:]) > 1.5 * loss[0] and np.median(norm[1:]) > 3 * norm[0]
-    return ("gradual", Seen(steps[1:], "likely", _rate_at(log, steps[1]))) if worse else None
-
-
-def _rate_at(log: Log, step: float) -> str:
-    rate = next(
-        (entry["learning_rate"] for entry in log.train if entry["step"] >= step and "learning_rate" in entry), None
-    )
-    return f" (learning rate {rate:.2g} there)" if rate is not None else ""
+    return ("gradual", _since(log, 1, "likely")) if worse else None
 
 
 def _diverges(kind: str) -> Callable[[Log], Seen | None]:
