@@ -354,6 +354,87 @@ def test_a_run_that_starts_again_in_the_same_log_is_told_by_its_own_steps():
     assert found["eval_of_dead_model"] == [24]
 
 
+def sets(**losses):
+    """Evaluations of several sets, one entry a set as the Trainer writes them, every tenth step."""
+    return [
+        {"step": 10 * n, f"eval_{name}_loss": loss, f"eval_{name}_runtime": 1.0, f"eval_{name}_nll_loss": 0.0}
+        for n, row in enumerate(zip(*losses.values(), strict=True), start=1)
+        for name, loss in zip(losses, row, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_every_evaluation_set_is_read(timed):
+    def read(*entries):
+        kept = (
+            entries
+            if timed
+            else [{k: v for k, v in e.items() if "runtime" not in k and "nll" not in k} for e in entries]
+        )
+        return [(f.code, list(f.rows), f.message) for f in autopsy([*train(falling(40), steady(40)), *kept])]
+
+    ((code, steps, message),) = read(*sets(a=[1.5, NAN, 1.3], a_b=[1.5, 1.4, NAN], c=[1.5, 1.4, 1.3]))
+    assert (code, steps) == ("nan_eval_loss", [20, 30])
+    assert message.startswith("eval_a_loss or eval_a_b_loss is not finite from step 20 on (2 evaluations)")
+    ((code, steps, message),) = read(*sets(a=[1.5, 0.0], b=[1.5, 1.4]))
+    assert (code, steps) == ("zero_eval_loss", [20])
+    assert message.startswith("eval_a_loss is exactly 0.0")
+    ((code, steps, _),) = read(*sets(a=[1.5, 1.4, 1.3], b=[1.25] * 3))
+    assert (code, steps) == ("no_progress", [10, 20, 30])
+    bad = [{**entry, "eval_b_entropy": NAN} for entry in sets(b=[1.5])]
+    ((code, _, message),) = read(*sets(a=[1.5]), *bad)
+    assert (code, message.split(":")[0]) == ("nan_metrics", "eval_b_entropy")
+    assert read(*sets(a=[1.5, 1.4], b=[1.25, 1.2])) == []
+
+
+def test_one_of_several_losses_is_no_evaluation_set():
+    assert autopsy(evals(1.5, 1.4, eval_runtime=1.0, eval_nll_loss=0.0)).codes == []
+    assert autopsy(evals(1.5, 1.4, eval_nll_loss=0.0)).codes == []
+
+
+def test_a_row_that_holds_training_and_evaluation_is_read_as_both():
+    rows = [{"step": 1, "loss": 2.0, "eval_loss": 1.9}, {"step": 2, "loss": 1.8, "eval_loss": NAN}]
+    assert where(rows) == {"nan_eval_loss": 2}
+    assert where([{**row, "loss": row["eval_loss"], "eval_loss": 2.0} for row in rows]) == {
+        "nan_loss": 2,
+        "sudden_divergence": 2,
+    }
+
+
+@pytest.mark.parametrize("missing", [NAN, None])
+def test_what_a_data_frame_lacks_is_not_measured(missing):
+    def as_table(entries):
+        names = dict.fromkeys(name for entry in entries for name in entry)
+        return [{name: entry.get(name, missing) for name in names} for entry in entries]
+
+    rates = [1e-5] * 14
+    ends = [{"step": 14, "train_loss": 2.0, "train_runtime": 1.0, "total_flos": 1e9}]
+    for tests in (sets(a=[1.5], b=[1.6]), evals(1.5, eval_runtime=1.0, eval_excluded_rows=0)):
+        log = [
+            {"_timestamp": 1.0, "epoch": 0.1, **entry}
+            for entry in [*train(falling(14), steady(14), rates), *tests, *ends]
+        ]
+        assert autopsy(as_table(log)).codes == autopsy(log).codes == []
+    dead = train([*falling(12), 0.0, NAN], [*steady(12), NAN, NAN], rates) + evals(1.5, eval_runtime=1.0)
+    dead += [{"step": 14, "eval_loss": NAN, "eval_runtime": 1.0}]
+    assert (
+        where(as_table(dead))
+        == where(dead)
+        == {
+            "filter_footprint": 13,
+            "nan_loss": 14,
+            "sudden_divergence": 13,
+            "eval_of_dead_model": 14,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", ["loss", "eval_loss", "eval_a_loss"])
+def test_a_loss_of_null_is_the_nan_of_a_strict_writer(name, tmp_path):
+    (tmp_path / "log.jsonl").write_text(f'{{"step": 1, "{name}": 2.0}}\n{{"step": 2, "{name}": null}}\n')
+    assert autopsy(tmp_path / "log.jsonl")[0].rows == [2]
+
+
 # --------------------------------------------------------------------------------------------------------- healthy runs
 
 
@@ -682,6 +763,11 @@ def test_the_plot_shows_the_run_and_marks_the_findings(tmp_path):
     assert all(code in loss.get_title(loc="left") for code in CODES)
     figure.savefig(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+def test_the_plot_draws_every_evaluation_set():
+    loss, _ = autopsy(train([2.0, 1.9]) + sets(a=[1.5, 1.4], b=[1.6, NAN])).plot().axes
+    assert {"eval_a_loss", "eval_b_loss", "eval_b_loss: NaN or inf"} <= {line.get_label() for line in loss.lines}
 
 
 @pytest.mark.parametrize("entries", [evals(1.5, 1.4), train([NAN], [NAN]), train([1.0])])

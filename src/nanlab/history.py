@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,20 +65,40 @@ class Autopsy(Findings):
 # ----------------------------------------------------------------------------------------------------------- the input
 
 
-class Log:
-    """Log entries in order, numbers only, under the names of transformers.
+class Part(dict[str, float]):
+    """What an entry says of one thing: a training step, an evaluation, the run as a whole.
 
-    `train` are the entries of training steps, `evals` those of evaluations; `damage` says what was wrong with the file.
+    An evaluation of one set among several (`eval_a_loss`) goes by the names of a single one (`eval_loss`); `prefix` is
+    what its names begin with in the log. `place` is the place in the log.
+    """
+
+    def __init__(self, numbers: Mapping[str, float], prefix: str, place: int) -> None:
+        super().__init__(numbers)
+        self.prefix = prefix
+        self.place = place
+
+    def called(self, name: str) -> str:
+        """The name of a metric in the log."""
+        return self.prefix + name.removeprefix("eval_") if name.startswith("eval_") else name
+
+
+class Log:
+    """Log entries in order, numbers only, under the names of transformers; `parts` are the same, a thing at a time.
+
+    `train` are the parts of training steps, `evals` those of evaluations, `summaries` those of whole runs; `damage`
+    says what was wrong with the file.
     """
 
     def __init__(self, entries: Iterable[Mapping], source: str, damage: str = "") -> None:
+        entries = [*entries]
         self.entries = [_numbers(entry, number) for number, entry in enumerate(entries, start=1)]
         self.source = source
         self.damage = damage
-        # The summary at the end of a run has train_loss in place of loss: it is neither.
-        self.train = [entry for entry in self.entries if {"loss", "grad_norm"} & entry.keys()]
-        self.evals = [entry for entry in self.entries if _eval_metrics(entry)]
-        self.places = {id(entry): place for place, entry in enumerate(self.entries)}
+        same_names = len({frozenset(entry) for entry in entries}) == 1
+        self.parts = _parts(self.entries, table=same_names)
+        self.train = [part for part in self.parts if {"loss", "grad_norm"} & part.keys()]
+        self.evals = [part for part in self.parts if _eval_metrics(part)]
+        self.summaries = [part for part in self.parts if "train_loss" in part]
         if not self.train and not self.evals:
             raise InputError(f"{source}: no log entry with a loss, a grad_norm or an eval_ metric in it")
 
@@ -86,6 +107,13 @@ class Log:
         train = (entry for entry in self.train[start:] if {*names} <= entry.keys())
         rows = [[entry["step"], *(entry[name] for name in names)] for entry in train]
         return np.array(rows, float).reshape(-1, 1 + len(names)).T
+
+    def by_set(self) -> dict[str, list[Part]]:
+        """Prefix → the evaluations of that set."""
+        sets: dict[str, list[Part]] = {}
+        for part in self.evals:
+            sets.setdefault(part.prefix, []).append(part)
+        return sets
 
     @cached_property
     def rewards(self) -> bool:
@@ -109,16 +137,17 @@ class Log:
         alone = len(tail) == 1 and math.isfinite(loss := tail[0].get("loss", 1.0)) and loss != 0
         return start if tail and not alone else None
 
-    def alive_at(self, entry: Mapping[str, float]) -> bool:
-        """Training was still finite: by the step, or by the place in the log, as a run that starts again repeats steps."""
+    def alive_at(self, part: Part) -> bool:
+        """Training was still finite: by the step, or by the place, since a run that starts again repeats its steps."""
         if self.dead_from is None:
             return True
         dead = self.train[self.dead_from]
-        return entry["step"] < dead["step"] or self.places[id(entry)] < self.places[id(dead)]
+        return part["step"] < dead["step"] or part.place < dead.place
 
 
 # Other names, the better one first: W&B's _step counts its own calls.
 _NAMES = {"global_step": "step", "_step": "step", "lr": "learning_rate", "gradient_norm": "grad_norm"}
+_NULL_IS_NAN = re.compile("(^|_)loss$")  # a strict writer of JSON has no other way to say so
 _NO_METRIC = re.compile(r"runtime|per_second|preparation_time|num_tokens|epoch|flos|_rows$|step$")
 
 
@@ -127,6 +156,8 @@ def _numbers(entry: Mapping, number: int) -> dict[str, float]:
     clean = {}
     for key, value in entry.items():
         name = re.sub("^eval/", "eval_", str(key).removeprefix("train/"))
+        if value is None and _NULL_IS_NAN.search(name):
+            value = math.nan
         try:
             clean[name] = float(value)
         except OverflowError:  # an integer of more than 308 digits
@@ -141,9 +172,72 @@ def _numbers(entry: Mapping, number: int) -> dict[str, float]:
     return clean
 
 
-def _eval_metrics(entry: Mapping[str, float]) -> dict[str, float]:
+_SUMMARY = re.compile(r"train_(loss$|runtime$|\w+_per_second$)")
+_SHARED = re.compile(
+    r"(step|epoch|total_flos|index)$|_"
+)  # whatever the entry is about; _timestamp and the like are W&B's
+
+
+def _parts(entries: list[dict[str, float]], *, table: bool) -> list[Part]:
+    """The entries, a thing at a time. Where all have the same names, NaN may stand for what was not measured."""
+    names = dict.fromkeys(name for entry in entries for name in entry)
+    sets = _eval_sets([*names])
+    prefixes = {name: _prefix(name, sets) for name in names if not _SHARED.match(name)}
+    groups = [_groups(entry, prefixes) for entry in entries]
+    if table:
+        groups = _without_missing(groups)
+    shared = [{k: v for k, v in entry.items() if k not in prefixes and math.isfinite(v)} for entry in entries]
+    return [
+        Part({**shared[place], **numbers}, prefix, place)
+        for place, here in enumerate(groups)
+        for prefix, numbers in here.items()
+    ]
+
+
+def _eval_sets(names: Sequence[str]) -> list[str]:
+    """What the names of each evaluation set begin with: "eval_", or "eval_a_" and "eval_b_" for a dict of sets.
+
+    The Trainer writes a time beside the loss of a set, not beside one of several losses (`eval_nll_loss`).
+    """
+    sets = [name.removesuffix("loss") for name in names if name.startswith("eval_") and name.endswith("loss")]
+    timed = [prefix for prefix in sets if f"{prefix}runtime" in names]
+    return sorted(timed or (["eval_"] if "eval_" in sets else sets), key=len, reverse=True)
+
+
+def _prefix(name: str, sets: Sequence[str]) -> str:
+    if name.startswith("eval_"):
+        return next((prefix for prefix in sets if name.startswith(prefix)), "eval_")
+    return "train_" if _SUMMARY.match(name) else ""
+
+
+def _groups(entry: Mapping[str, float], prefixes: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Prefix → the metrics under it, evaluations by the names of a single set."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, value in entry.items():
+        if (prefix := prefixes.get(name)) is not None:
+            single = f"eval_{name.removeprefix(prefix)}" if prefix.startswith("eval_") else name
+            groups.setdefault(prefix, {})[single] = value
+    return groups
+
+
+def _without_missing(rows: list[dict[str, dict[str, float]]]) -> list[dict[str, dict[str, float]]]:
+    """A row of a data frame measures one thing and is NaN in the others' columns.
+
+    Where some row measures two, or one is measured nowhere, NaN may be measured too: then all stays as it is.
+    """
+    measured = [{prefix for prefix in row if any(map(math.isfinite, row[prefix].values()))} for row in rows]
+    anywhere = set().union(*measured)
+    if any(len(here) > 1 for here in measured):
+        return rows
+    return [
+        {prefix: row[prefix] for prefix in row if not here or prefix in here or prefix not in anywhere}
+        for row, here in zip(rows, measured, strict=True)
+    ]
+
+
+def _eval_metrics(part: Mapping[str, float]) -> dict[str, float]:
     """Metrics of an evaluation, without times and counts."""
-    return {key: value for key, value in entry.items() if key.startswith("eval_") and not _NO_METRIC.search(key)}
+    return {key: value for key, value in part.items() if key.startswith("eval_") and not _NO_METRIC.search(key)}
 
 
 def read_log(source: str | os.PathLike | Sequence[Mapping]) -> Log:
@@ -269,11 +363,12 @@ def _last_step(entries: list[Mapping]) -> str:
 
 
 class Seen(NamedTuple):
-    """Where a footprint shows (steps), how sure it is, and what the message says about it."""
+    """Where a footprint shows (steps), how sure it is, what the message says about it, and of which metrics."""
 
     steps: Sequence[float]
     confidence: str = "certain"
     detail: str = ""
+    names: str = ""
 
 
 def _damage(log: Log) -> Seen | None:
@@ -352,62 +447,73 @@ def _scale_falls(log: Log) -> Seen | None:
     return None
 
 
+_TOLD = {"learning_rate"}  # by other checks
+
+
 def _nan_metrics(log: Log) -> Seen | None:
     """Other metrics NaN beside a finite loss, in an evaluation or in a training step with a finite gradient."""
     steps, names = [], {}
-    for entry in log.entries:
-        loss = entry.get("eval_loss", entry.get("loss", math.nan))
-        finite = math.isfinite(loss) and loss != 0 and math.isfinite(entry.get("grad_norm", 0.0))
-        bad = [name for name, value in entry.items() if name != "learning_rate" and not math.isfinite(value)]
-        if finite and bad:  # a learning rate is no metric: `_bad_rate` sees it
-            steps.append(entry["step"])
+    for part in log.parts:
+        loss = part.get("eval_loss", part.get("loss", math.nan))
+        finite = math.isfinite(loss) and loss != 0 and math.isfinite(part.get("grad_norm", 0.0))
+        bad = [part.called(name) for name, value in part.items() if name not in _TOLD and not math.isfinite(value)]
+        if finite and bad:
+            steps.append(part["step"])
             names.update(dict.fromkeys(bad))
     return Seen(steps, "likely", ", ".join([*names][:3])) if steps else None
 
 
+def _evaluated(parts: Sequence[Part], confidence: str = "certain", detail: str = "") -> Seen | None:
+    """These evaluations, by the names that their losses have in the log."""
+    names = dict.fromkeys(part.called("eval_loss") for part in parts)
+    return Seen([part["step"] for part in parts], confidence, detail, " or ".join(names)) if parts else None
+
+
 def _empty_evaluation(log: Log) -> Seen | None:
     """eval_loss NaN while training is finite."""
-    bad = [e for e in log.evals if not math.isfinite(e.get("eval_loss", 0.0)) and log.alive_at(e)]
-    if not bad:
-        return None
-    others = [value for entry in bad for name, value in _eval_metrics(entry).items() if math.isfinite(value)]
+    bad = [part for part in log.evals if not math.isfinite(part.get("eval_loss", 0.0)) and log.alive_at(part)]
+    others = [value for part in bad for value in _eval_metrics(part).values() if math.isfinite(value)]
     empty = "; every other metric is exactly 0" if others and not any(others) else ""
-    return Seen([entry["step"] for entry in bad], "likely" if log.train else "possible", empty)
+    return _evaluated(bad, "likely" if log.train else "possible", empty)
 
 
 def _dead_evaluation(log: Log) -> Seen | None:
-    bad = [e["step"] for e in log.evals if not math.isfinite(e.get("eval_loss", 0.0)) and not log.alive_at(e)]
-    return Seen(bad) if bad else None
+    return _evaluated(
+        [part for part in log.evals if not math.isfinite(part.get("eval_loss", 0.0)) and not log.alive_at(part)]
+    )
 
 
 def _zero_evaluation(log: Log) -> Seen | None:
-    zero = [entry["step"] for entry in log.evals if entry.get("eval_loss") == 0]
-    return Seen(zero, "likely") if zero else None
+    return _evaluated([part for part in log.evals if part.get("eval_loss") == 0], "likely")
 
 
 def _excluded_rows(log: Log) -> Seen | None:
-    left_out = [entry for entry in log.entries if any(key.endswith("excluded_rows") and entry[key] for key in entry)]
-    return Seen([entry["step"] for entry in left_out]) if left_out else None
+    left_out = [part for part in log.parts if any(key.endswith("excluded_rows") and part[key] > 0 for key in part)]
+    return Seen([part["step"] for part in left_out]) if left_out else None
 
 
 def _lying_accuracy(log: Log) -> Seen | None:
     """A comparison with NaN is False: accuracies of 0.0 beside margins of NaN count nothing."""
 
-    def lies(entry: Mapping[str, float]) -> bool:
-        zero = any("accurac" in name and value == 0 for name, value in entry.items())
-        return zero and any("margin" in name and math.isnan(value) for name, value in entry.items())
+    def lies(part: Part) -> bool:
+        zero = any("accurac" in name and value == 0 for name, value in part.items())
+        return zero and any("margin" in name and math.isnan(value) for name, value in part.items())
 
-    steps = dict.fromkeys(entry["step"] for entry in log.entries if lies(entry))  # training and evaluation share steps
+    steps = dict.fromkeys(part["step"] for part in log.parts if lies(part))  # training and evaluation share steps
     return Seen([*steps]) if steps else None
 
 
 def _no_progress(log: Log) -> Seen | None:
-    """Three evaluations alike to the last digit of every metric."""
-    metrics = [_eval_metrics(entry) for entry in log.evals]
-    whole = [bool(m.get("eval_loss")) and all(map(math.isfinite, m.values())) for m in metrics]
-    same = [False] + [whole[at] and metrics[at] == metrics[at - 1] for at in range(1, len(metrics))]
-    run = max(_runs(np.array(same)), key=len, default=range(0))
-    return Seen([log.evals[at]["step"] for at in range(run.start - 1, run.stop)], "likely") if len(run) >= 2 else None
+    """Three evaluations of one set alike to the last digit of every metric."""
+    longest: list[float] = []
+    for evals in log.by_set().values():
+        metrics = [_eval_metrics(part) for part in evals]
+        whole = [bool(m.get("eval_loss")) and all(map(math.isfinite, m.values())) for m in metrics]
+        same = [False] + [whole[at] and metrics[at] == metrics[at - 1] for at in range(1, len(metrics))]
+        run = max(_runs(np.array(same)), key=len, default=range(0))
+        steps = [part["step"] for part in evals[max(0, run.start - 1) : run.stop]]
+        longest = max(longest, steps, key=len)
+    return Seen(longest, "likely") if len(longest) >= 3 else None
 
 
 def _where(steps: np.ndarray, mask: np.ndarray, confidence: str = "certain") -> Seen | None:
@@ -514,7 +620,7 @@ def _diverges(kind: str) -> Callable[[Log], Seen | None]:
 
 
 class Check(NamedTuple):
-    """`see(log)` gives the steps or None; `message` may use {first}, {entries}, {evaluations} and {detail}."""
+    """`see(log)` gives the steps or None; `message` may use {first}, {entries}, {evaluations}, {names} and {detail}."""
 
     code: str
     see: Callable[[Log], Seen | None]
@@ -529,6 +635,7 @@ class Check(NamedTuple):
             "entries": amount(len(steps), "entry", "entries"),
             "evaluations": amount(len(steps), "evaluation"),
             "detail": seen.detail,
+            "names": seen.names,
         }
         message, fix = self.message.format(**fill), self.fix.format(**fill)
         return Finding(self.code, len(steps) or 1, message, fix, self.lesson, steps, seen.confidence)
@@ -632,7 +739,7 @@ CHECKS = (
     Check(
         "nan_eval_loss",
         _empty_evaluation,
-        "eval_loss is not finite from step {first} on ({evaluations}) while training is{detail}: some "
+        "{names} is not finite from step {first} on ({evaluations}) while training is{detail}: some "
         "evaluation batch has no token that carries loss.",
         "Run nanlab.preflight on the evaluation set with max_length; use nanlab.trainers, or nanlab.locate(trainer, "
         "mode='eval').",
@@ -641,7 +748,7 @@ CHECKS = (
     Check(
         "eval_of_dead_model",
         _dead_evaluation,
-        "eval_loss is not finite in {evaluations} from step {first} on, after training had died.",
+        "{names} is not finite in {evaluations} from step {first} on, after training had died.",
         "Look at the training steps before it, not at the evaluation.",
         GUARD,
     ),
@@ -656,7 +763,7 @@ CHECKS = (
     Check(
         "zero_eval_loss",
         _zero_evaluation,
-        "eval_loss is exactly 0.0, first at step {first} ({evaluations}): an average over nothing that was "
+        "{names} is exactly 0.0, first at step {first} ({evaluations}): an average over nothing that was "
         "called 0, and the best model for metric_for_best_model.",
         "Report NaN where nothing was averaged (nanlab.WeightedMean), and evaluate again.",
         EMPTY,
@@ -691,8 +798,10 @@ def _plot(autopsy: Autopsy):
     for axis, name, label in zip(axes, ("loss", "grad_norm"), ("loss", "gradient norm"), strict=True):
         _draw(axis, *log.train_array(name), label=f"training {label}", color="black")
         axis.set_ylabel(label)
-    evals = np.array([[e["step"], e["eval_loss"]] for e in log.evals if "eval_loss" in e], float).reshape(-1, 2).T
-    _draw(axes[0], *evals, label="evaluation loss", color="0.5", marker="s", linestyle="--")
+    for (prefix, parts), marker in zip(log.by_set().items(), cycle("s^vD")):
+        evals = np.array([[e["step"], e["eval_loss"]] for e in parts if "eval_loss" in e], float).reshape(-1, 2).T
+        label = "evaluation loss" if prefix == "eval_" else f"{prefix}loss"
+        _draw(axes[0], *evals, label=label, color="0.5", marker=marker, linestyle="--")
     positive = [value for value in log.train_array("grad_norm")[1] if math.isfinite(value) and value > 0]
     if positive and max(positive) > 20 * min(positive):
         axes[1].set_yscale("log")
