@@ -211,6 +211,11 @@ def explode(count, start):
 PLANTED = {
     "filter_footprint": (train([*falling(12), 0.0, 0.0], [*steady(12), NAN, NAN]), 13, {"sudden_divergence"}),
     "nan_loss": (train([*falling(12), NAN, NAN], [*steady(12), NAN, NAN]), 13, {"sudden_divergence"}),
+    "nan_train_loss": (
+        [*train(falling(9), steady(9)), {"step": 14, "train_loss": NAN, "train_runtime": 1.0}],
+        14,
+        set(),
+    ),
     "gradient_not_finite": (train(falling(14), [*steady(12), NAN, NAN]), 13, {"sudden_divergence"}),
     "steps_skipped": (
         train(
@@ -238,6 +243,7 @@ PLANTED = {
     ),
     "nan_metrics": (evals(1.5, 1.4, eval_entropy=NAN), 10, set()),
     "zero_eval_loss": (evals(1.5, 0.0), 20, set()),
+    "no_reward": (train([0.0, 0.1, 0.2], [0.0, 1.0, 1.0], reward=[0.5, NAN, NAN]), 2, set()),
     "lying_accuracy": (
         [{"step": 5, "eval_loss": 0.5, "eval_rewards/accuracies": 0.0, "eval_rewards/margins": NAN}],
         5,
@@ -303,6 +309,72 @@ def test_a_loss_scale_that_settles_is_calibration():
 
 def test_a_loss_of_zero_says_nothing_in_policy_gradients():
     assert autopsy(train([0.0] * 4, [0.0] * 4, reward=[0.5] * 4)).codes == []
+
+
+def test_an_evaluation_loss_of_zero_says_nothing_in_policy_gradients():
+    assert autopsy(train([0.0] * 4, [0.0] * 4, reward=[0.5] * 4) + evals(0.0, 0.0)).codes == []
+    assert autopsy(evals(0.0, eval_reward=0.5)).codes == []
+
+
+@pytest.mark.parametrize("missing", [None, NAN])
+def test_a_reward_that_no_function_gave_is_told_as_that(missing):
+    trained = train([0.0] * 4, [0.0] * 4, reward=[missing] * 4, reward_std=[None] * 4)
+    (finding,) = autopsy(trained + evals(0.0, eval_reward=missing))
+    assert (finding.code, list(finding.rows)) == ("no_reward", [1, 2, 3, 4, 10])
+
+
+def test_a_loss_that_rises_with_the_kl_is_no_divergence():
+    kl = [1e-9 * 2.0**n for n in range(40)]
+    assert autopsy(train(kl, reward=[0.5] * 40)).codes == []
+    assert where(train([*kl, NAN], reward=[0.5] * 41)) == {"nan_loss": 41, "sudden_divergence": 41}
+
+
+def test_an_accuracy_above_zero_was_measured_on_something():
+    learned = {"rewards/accuracies": [1.0] * 3, "rewards/margins": [900.0] * 3}
+    assert autopsy(train([0.0] * 3, [0.0] * 3, **learned)).codes == []
+    assert autopsy(train([0.0] * 3, **learned)).codes == []
+    assert autopsy(train([0.0] * 3, [0.0] * 3, **{"rewards/accuracies": [0.0] * 3})).codes == ["no_gradient"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_half_precision_repeats_by_itself(dtype):
+    losses = torch.tensor([0.69123] * 9 + [0.6871] * 7).to(dtype).tolist()
+    assert autopsy(train(losses, steady(16))).codes == []
+    assert autopsy(train([loss * (1 + 1e-6) for loss in losses], steady(16))).codes == ["repeated_loss"]
+
+
+def test_a_loss_that_repeats_without_a_gradient_is_no_accident():
+    assert autopsy(train([2.0] * 5, steady(5))).codes == []
+    assert where(train([2.0] * 5, [0.0] * 5)) == {"repeated_loss": 1}
+
+
+def test_a_short_run_has_only_its_summary():
+    def summary(loss):
+        return autopsy([{"step": 4, "train_loss": loss, "train_runtime": 0.1, "total_flos": 1.0, "epoch": 0.2}])
+
+    assert summary(2.0).codes == []
+    assert [(f.code, list(f.rows), f.confidence) for f in summary(NAN)] == [("nan_train_loss", [4], "certain")]
+    assert [(f.code, f.confidence) for f in summary(0.0)] == [("no_gradient", "possible")]
+    assert summary(0.0)[0].message.startswith("train_loss is exactly 0 from step 4 on (1 entry)")
+    summary(NAN).plot().canvas.draw()
+
+
+def test_the_summary_repeats_no_nan_that_an_entry_tells():
+    assert "nan_train_loss" not in autopsy([*train([2.0, NAN]), {"step": 2, "train_loss": NAN}]).codes
+
+
+@pytest.mark.parametrize("skipped", [NAN, INF])
+def test_a_run_that_ends_while_the_loss_scale_is_sought_did_not_break(skipped):
+    found = {f.code: f.confidence for f in autopsy(train(falling(3), [skipped] * 3))}
+    assert found == {"gradient_not_finite": "possible"}
+    assert autopsy(train(falling(40), [skipped] * 40))[0].confidence == "likely"
+    assert "sudden_divergence" in autopsy(train([2.0, 0.0, 0.0], [skipped] * 3)).codes
+
+
+def test_a_model_that_collapses_has_small_gradients():
+    log = train([*falling(30, 1.2), *[10.8 + 0.01 * n for n in range(30)]], [*steady(30), *[0.05] * 30])
+    ((code, step, sure),) = [(f.code, f.rows[0], f.confidence) for f in autopsy(log)]
+    assert (code, step, sure) == ("sudden_divergence", 31, "possible")
 
 
 def test_a_few_noisy_entries_are_no_trend():

@@ -99,8 +99,8 @@ class Log:
         self.train = [part for part in self.parts if {"loss", "grad_norm"} & part.keys()]
         self.evals = [part for part in self.parts if _eval_metrics(part)]
         self.summaries = [part for part in self.parts if "train_loss" in part]
-        if not self.train and not self.evals:
-            raise InputError(f"{source}: no log entry with a loss, a grad_norm or an eval_ metric in it")
+        if not self.train and not self.evals and not self.summaries:
+            raise InputError(f"{source}: no log entry with a loss, a grad_norm, a train_loss or an eval_ metric in it")
 
     def train_array(self, *names: str, start: int = 0) -> np.ndarray:
         """Step and metrics of the training entries from `start` that have them all: float64 `[1 + len(names), n]`."""
@@ -118,7 +118,7 @@ class Log:
     @cached_property
     def rewards(self) -> bool:
         """A policy-gradient run (GRPO and the like): its loss starts at 0 and measures nothing."""
-        return any("reward" in entry or "reward_std" in entry for entry in self.train)
+        return any({"reward", "reward_std", "eval_reward"} & part.keys() for part in self.parts)
 
     @cached_property
     def divergence(self) -> tuple[str, Seen] | None:
@@ -147,7 +147,8 @@ class Log:
 
 # Other names, the better one first: W&B's _step counts its own calls.
 _NAMES = {"global_step": "step", "_step": "step", "lr": "learning_rate", "gradient_norm": "grad_norm"}
-_NULL_IS_NAN = re.compile("(^|_)loss$")  # a strict writer of JSON has no other way to say so
+# A strict writer of JSON has no other way to say NaN; TRL writes the mean of no reward so.
+_NULL_IS_NAN = re.compile("^((eval_.*|train_)?loss|(eval_.*)?reward)$")
 _NO_METRIC = re.compile(r"runtime|per_second|preparation_time|num_tokens|epoch|flos|_rows$|step$")
 
 
@@ -390,24 +391,43 @@ def _nan_loss(log: Log) -> Seen | None:
     return _where(steps, ~np.isfinite(loss))
 
 
+def _nan_summary(log: Log) -> Seen | None:
+    """The average over the run is not finite, and no logged loss says why."""
+    bad = [part["step"] for part in log.summaries if not math.isfinite(part["train_loss"])]
+    return Seen(bad) if bad and not _nan_loss(log) else None
+
+
+_HALVINGS = 16  # GradScaler starts at a scale of 2¹⁶ and halves it in each step that overflows
+
+
 def _bad_gradient(log: Log) -> Seen | None:
     """A finite loss beside gradients that stay NaN or inf. Single ones are a GradScaler at work."""
     if log.dead_from is None:
         return None
     steps, loss, norm = log.train_array("loss", "grad_norm", start=log.dead_from)
-    return _where(steps, np.isfinite(loss) & (loss != 0) & ~np.isfinite(norm), "likely")
+    sure = "possible" if log.dead_from == 0 and len(log.train) <= _HALVINGS else "likely"
+    return _where(steps, np.isfinite(loss) & (loss != 0) & ~np.isfinite(norm), sure)
 
 
 def _no_gradient(log: Log) -> Seen | None:
-    """Loss and gradient exactly 0: nothing was averaged. Without gradient norms the loss alone says less."""
+    """Loss and gradient exactly 0: nothing was averaged. Without gradient norms the loss alone says less.
+
+    An accuracy above 0 was measured on something: there the loss is 0 since the model has learned the rows by heart.
+    """
     if log.rewards:
         return None
-    steps, loss, norm = log.train_array("loss", "grad_norm")
-    if len(steps):
-        return _where(steps, (loss == 0) & (norm == 0), "likely")
-    steps, loss = log.train_array("loss")
-    zeros = _where(steps, loss == 0, "possible")
-    return zeros if zeros and len(zeros.steps) > 1 else None
+    zero = [part for part in log.train if part.get("loss") == 0 and not _accurate(part)]
+    if any({"loss", "grad_norm"} <= part.keys() for part in log.train):
+        zero = [part for part in zero if part.get("grad_norm") == 0]
+        return Seen([part["step"] for part in zero], "likely", "Loss and gradient are") if zero else None
+    if not log.train:  # a short run that logged nothing but its summary
+        zero = [part for part in log.summaries if part["train_loss"] == 0]
+        return Seen([part["step"] for part in zero], "possible", "train_loss is") if zero else None
+    return Seen([part["step"] for part in zero], "possible", "The loss is") if len(zero) > 1 else None
+
+
+def _accurate(part: Part) -> bool:
+    return any("accurac" in name and value > 0 for name, value in part.items())
 
 
 def _steps_skipped(log: Log) -> Seen | None:
@@ -422,10 +442,14 @@ def _steps_skipped(log: Log) -> Seen | None:
 
 
 def _repeated_loss(log: Log) -> Seen | None:
-    """The same loss to the last digit. Rounded logs repeat by themselves; DPO may start at log 2, not end there."""
+    """The same loss to the last digit. Rounded logs and losses in half precision repeat by themselves.
+
+    Beside a gradient of exactly 0 they do not. DPO may start at log 2, not end there.
+    """
     steps, loss = log.train_array("loss")
+    norm = np.array([part.get("grad_norm", math.nan) for part in log.train if "loss" in part])
     same = np.concatenate([[False], loss[1:] == loss[:-1]]) & (loss != 0) & np.isfinite(loss)
-    exact = loss != np.round(np.nan_to_num(loss), 4)
+    exact = (loss != np.round(np.nan_to_num(loss), 4)) & (np.frexp(loss)[0] * 2**11 % 1 != 0) | (norm == 0)
     starting = np.abs(loss - math.log(2)) < 1e-5
     runs = [run for run in _runs(same & exact) if len(run) >= 2 and not starting[run[0]]]
     runs += [run for run in _runs(same & starting) if len(run) >= 9 and run.stop == len(loss)]
@@ -447,7 +471,7 @@ def _scale_falls(log: Log) -> Seen | None:
     return None
 
 
-_TOLD = {"learning_rate"}  # by other checks
+_TOLD = {"learning_rate", "reward", "eval_reward"}  # by other checks
 
 
 def _nan_metrics(log: Log) -> Seen | None:
@@ -484,7 +508,14 @@ def _dead_evaluation(log: Log) -> Seen | None:
 
 
 def _zero_evaluation(log: Log) -> Seen | None:
-    return _evaluated([part for part in log.evals if part.get("eval_loss") == 0], "likely")
+    """Where the loss of a policy gradient is 0, the rewards of each group were alike."""
+    zero = [part for part in log.evals if part.get("eval_loss") == 0]
+    return None if log.rewards else _evaluated(zero, "likely")
+
+
+def _no_reward(log: Log) -> Seen | None:
+    bad = [part for part in log.parts if not math.isfinite(part.get("reward", part.get("eval_reward", 0.0)))]
+    return Seen([part["step"] for part in bad]) if bad else None
 
 
 def _excluded_rows(log: Log) -> Seen | None:
@@ -563,23 +594,49 @@ def _last(mask: np.ndarray) -> int:
 
 
 def _divergence(log: Log) -> tuple[str, Seen] | None:
-    """Places in `log.train`, not steps, are compared: a run that starts again writes the same steps twice."""
-    name = "grad_norm" if log.train_array("grad_norm").shape[1] * 2 >= len(log.train) else "loss"
-    places = [at for at, entry in enumerate(log.train[: log.dead_from]) if not math.isnan(entry.get(name, math.nan))]
-    values = np.array([log.train[at][name] for at in places])  # NaN is no height: a GradScaler skipped that step
-    heights = np.log10(np.clip(np.nan_to_num(np.abs(values), posinf=1e30), 1e-12, 1e30))
-    onset = _onset(heights)
     if log.dead_from is not None:
-        climbs = onset is not None and len(places) - onset.start >= 3
-        return ("gradual", _since(log, places[onset.start])) if climbs else ("sudden", _since(log, log.dead_from))
+        return _death(log)
+    return _departure(log, "grad_norm") or _worse_than_at_first(log) or _departure(log, "loss")
+
+
+def _heights(log: Log, name: str) -> tuple[list[int], np.ndarray]:
+    """Places in `log.train`, up to a death, and how high (in decades) the metric is there.
+
+    Places, not steps: a run that starts again writes the same steps twice. NaN is no height: a GradScaler skipped that
+    step. Neither is the loss of a policy gradient.
+    """
+    trusted = log.train[: log.dead_from] if name == "grad_norm" or not log.rewards else []
+    places = [at for at, part in enumerate(trusted) if not math.isnan(part.get(name, math.nan))]
+    values = np.array([log.train[at][name] for at in places], float)
+    return places, np.log10(np.clip(np.nan_to_num(np.abs(values), posinf=1e30), 1e-12, 1e30))
+
+
+def _normed(log: Log) -> bool:
+    return log.train_array("grad_norm").shape[1] * 2 >= len(log.train)
+
+
+def _death(log: Log) -> tuple[str, Seen] | None:
+    """After a climb or not. Where only the norms are bad, from the first entry on, nothing broke."""
+    if log.dead_from == 0 and all(math.isfinite(loss := part.get("loss", 0.0)) and loss != 0 for part in log.train):
+        return None
+    places, heights = _heights(log, "grad_norm" if _normed(log) else "loss")
+    onset = _onset(heights)
+    climbs = onset is not None and len(places) - onset.start >= 3
+    return ("gradual", _since(log, places[onset.start])) if climbs else ("sudden", _since(log, log.dead_from))
+
+
+def _departure(log: Log, name: str) -> tuple[str, Seen] | None:
+    """The metric leaves its usual range for good, tenfold; what the norm shows, the loss must confirm."""
+    places, heights = _heights(log, name)
+    onset = _onset(heights) if name == "loss" or _normed(log) else None
     if onset is None or len(heights) < 8 or len(heights) - onset.start < 3:  # too short to tell noise from a trend
-        return _worse_than_at_first(log)
+        return None
     at = places[onset.start]
     tenfold = heights[onset.start :].max() >= onset.normal + 1
-    if tenfold and (name == "loss" or _loss_worse(log, at)):
-        sure = "likely" if name == "grad_norm" else "possible"
-        return "sudden" if onset.jump else "gradual", _since(log, at, sure)
-    return _worse_than_at_first(log)
+    if not tenfold or (name == "grad_norm" and not _loss_worse(log, at)):
+        return None
+    sure = "likely" if name == "grad_norm" else "possible"
+    return "sudden" if onset.jump else "gradual", _since(log, at, sure)
 
 
 def _since(log: Log, at: int, confidence: str = "certain") -> Seen:
@@ -668,10 +725,19 @@ CHECKS = (
         "08_locate",
     ),
     Check(
+        "nan_train_loss",
+        _nan_summary,
+        "train_loss, the average over the whole run, is NaN or inf at its end (step {first}), and no logged loss is: "
+        "the steps that went wrong have no entry of their own.",
+        "Set logging_nan_inf_filter=False and logging_steps=1. " + _LOCATE + ".",
+        GUARD,
+    ),
+    Check(
         "gradient_not_finite",
         _bad_gradient,
         "A finite loss beside a grad_norm that is NaN or inf to the end, from step {first} on ({entries}): "
-        "the fault is in the backward pass, the norm overflows, or the loss is an average that hides NaN steps.",
+        "the fault is in the backward pass, the norm overflows, the loss is an average that hides NaN steps, or "
+        "GradScaler has not found its scale.",
         "Set logging_nan_inf_filter=False and logging_steps=1. " + _LOCATE + " at step {first}.",
         "08_locate",
     ),
@@ -693,8 +759,8 @@ CHECKS = (
     Check(
         "no_gradient",
         _no_gradient,
-        "Loss and gradient are exactly 0 from step {first} on ({entries}): no token carried loss, and the "
-        "filter wrote the NaN as 0.0.",
+        "{detail} exactly 0 from step {first} on ({entries}): no token carried loss. TRL's own losses are 0.0 then; "
+        "where the loss was NaN, the filter wrote 0.0.",
         "Run nanlab.preflight(dataset, tokenizer, max_length=…): look for truncated_away and no_label.",
         EMPTY,
     ),
@@ -766,6 +832,14 @@ CHECKS = (
         "{names} is exactly 0.0, first at step {first} ({evaluations}): an average over nothing that was "
         "called 0, and the best model for metric_for_best_model.",
         "Report NaN where nothing was averaged (nanlab.WeightedMean), and evaluate again.",
+        EMPTY,
+    ),
+    Check(
+        "no_reward",
+        _no_reward,
+        "The reward is NaN or None, first at step {first} ({entries}): no reward function scored a completion, or one "
+        "gave NaN. A loss of 0.0 beside it means that nothing was learned.",
+        "Look at what the reward functions return: a finite number for each completion that they are meant for.",
         EMPTY,
     ),
     Check(
