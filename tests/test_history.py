@@ -435,6 +435,12 @@ def sets(**losses):
     ]
 
 
+def test_the_order_of_training_and_evaluation_does_not_matter():
+    trained, tests = train([*falling(12), NAN, NAN]), [{"step": 14, "eval_loss": NAN}, {"step": 6, "eval_loss": 1.5}]
+    assert where(trained + tests) == where(tests + trained)
+    assert where(tests + trained)["eval_of_dead_model"] == 14
+
+
 @pytest.mark.parametrize("timed", [True, False])
 def test_every_evaluation_set_is_read(timed):
     def read(*entries):

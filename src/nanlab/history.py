@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ def autopsy(path_or_log_history: str | os.PathLike | Sequence[Mapping]) -> Autop
 
     Args:
         path_or_log_history: a `trainer_state.json` (also cut off or damaged), the folder of a run or checkpoint that
-            holds one (where the newest says nothing, the next), a JSON, JSONL or CSV file of metrics, or
+            holds one (the newest by step; where it says nothing, the next), a JSON, JSONL or CSV file of metrics, or
             `trainer.state.log_history`.
 
     Returns:
@@ -94,8 +94,7 @@ class Log:
         self.entries = [_numbers(entry, number) for number, entry in enumerate(entries, start=1)]
         self.source = source
         self.damage = damage
-        same_names = len({frozenset(entry) for entry in entries}) == 1
-        self.parts = _parts(self.entries, table=same_names)
+        self.parts = _parts(self.entries, table=len({frozenset(entry) for entry in entries}) == 1)
         self.train = [part for part in self.parts if {"loss", "grad_norm"} & part.keys()]
         self.evals = [part for part in self.parts if _eval_metrics(part)]
         self.summaries = [part for part in self.parts if "train_loss" in part]
@@ -137,12 +136,19 @@ class Log:
         alone = len(tail) == 1 and math.isfinite(loss := tail[0].get("loss", 1.0)) and loss != 0
         return start if tail and not alone else None
 
-    def alive_at(self, part: Part) -> bool:
-        """Training was still finite: by the step, or by the place, since a run that starts again repeats its steps."""
+    @cached_property
+    def death(self) -> tuple[float, int]:
+        """The step from which on training is dead, and where in the log that run starts: another may come before it."""
         if self.dead_from is None:
-            return True
-        dead = self.train[self.dead_from]
-        return part["step"] < dead["step"] or part.place < dead.place
+            return math.inf, 0
+        until = self.train[: self.dead_from + 1]
+        starts = [part.place for before, part in pairwise(until) if part["step"] < before["step"]]
+        return until[-1]["step"], max(starts, default=0)
+
+    def alive_at(self, part: Part) -> bool:
+        """Training was still finite there."""
+        step, start = self.death
+        return part["step"] < step or part.place < start
 
 
 # Other names, the better one first: W&B's _step counts its own calls.
@@ -174,9 +180,8 @@ def _numbers(entry: Mapping, number: int) -> dict[str, float]:
 
 
 _SUMMARY = re.compile(r"train_(loss$|runtime$|\w+_per_second$)")
-_SHARED = re.compile(
-    r"(step|epoch|total_flos|index)$|_"
-)  # whatever the entry is about; _timestamp and the like are W&B's
+# Whatever the entry is about; _timestamp and the like are W&B's.
+_SHARED = re.compile(r"(step|epoch|total_flos|index)$|_")
 
 
 def _parts(entries: list[dict[str, float]], *, table: bool) -> list[Part]:
@@ -471,14 +476,15 @@ def _scale_falls(log: Log) -> Seen | None:
     return None
 
 
-_TOLD = {"learning_rate", "reward", "eval_reward"}  # by other checks
+_TOLD = {"learning_rate", "reward", "eval_reward", "train_loss"}  # by other checks
 
 
 def _nan_metrics(log: Log) -> Seen | None:
     """Other metrics NaN beside a finite loss, in an evaluation or in a training step with a finite gradient."""
     steps, names = [], {}
+    trained = {part.place: part.get("loss", math.nan) for part in log.train}
     for part in log.parts:
-        loss = part.get("eval_loss", part.get("loss", math.nan))
+        loss = part.get("eval_loss", trained.get(part.place, math.nan))
         finite = math.isfinite(loss) and loss != 0 and math.isfinite(part.get("grad_norm", 0.0))
         bad = [part.called(name) for name, value in part.items() if name not in _TOLD and not math.isfinite(value)]
         if finite and bad:
@@ -727,8 +733,8 @@ CHECKS = (
     Check(
         "nan_train_loss",
         _nan_summary,
-        "train_loss, the average over the whole run, is NaN or inf at its end (step {first}), and no logged loss is: "
-        "the steps that went wrong have no entry of their own.",
+        "train_loss, which the Trainer averages over the whole run, is NaN or inf at step {first}, and no logged loss "
+        "is: the steps that went wrong have no entry of their own.",
         "Set logging_nan_inf_filter=False and logging_steps=1. " + _LOCATE + ".",
         GUARD,
     ),
