@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     TrainingArguments,
 )
-from trl import DPOConfig
+from trl import DPOConfig, DPOTrainer, KTOTrainer
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from nanlab import preflight
@@ -153,6 +153,9 @@ PLANTED = {
     "nan_filter_on": (lambda: look(args=make_args(logging_nan_inf_filter=True)), None),
     "bad_learning_rate": (lambda: look(args=make_args(learning_rate=math.nan)), None),
     "huge_learning_rate": (lambda: look(args=make_args(learning_rate=1.0)), None),
+    "bad_argument": (lambda: look(args=make_args(beta=math.nan)), None),
+    "zero_divisor": (lambda: look(args=make_args(loss_type="ipo", beta=0.0)), None),
+    "adam_eps_is_zero": (lambda: look(args=make_args(adam_epsilon=0.0)), None),
     "scaler_refuses_fp16_weights": (
         lambda: look(model=make_model(torch.float16), args=_fp16(make_args())),
         None,
@@ -264,6 +267,12 @@ def with_half_layer_norm():
     return model
 
 
+def with_float8():
+    model = make_model()
+    model.stored = torch.nn.Parameter(torch.randn(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
 MESSAGES = [{"role": "user", "content": "two plus two is"}]
 HEALTHY = {
     "strings": lambda: look(),
@@ -297,6 +306,10 @@ HEALTHY = {
     "LoRA on fp16": lambda: look(model=lora(), args=make_args(TPOConfig, learning_rate=2e-4, optim="adamw_torch")),
     "plain trainer": lambda: look(model=make_model(), args=make_args(TrainingArguments)),
     "SGD": lambda: look(args=make_args(learning_rate=0.1, optim="sgd")),
+    "no clipping": lambda: look(args=make_args(max_grad_norm=math.inf)),
+    "a small eps": lambda: look(args=make_args(adam_epsilon=1e-30)),
+    "SGD without eps": lambda: look(args=make_args(adam_epsilon=0.0, optim="sgd")),
+    "float8 weights": lambda: look(model=with_float8()),
     "Gemma": lambda: look(model=make_gemma(torch.bfloat16)),
     "mask buffer": lambda: look(model=with_mask_buffer()),
     "half LayerNorm": lambda: look(model=with_half_layer_norm()),
@@ -354,6 +367,52 @@ def test_the_adam_finding_is_what_a_real_step_does(eps, fused):
     findings = look(model=make_model(torch.float16), args=args)
     assert ("fp16_adam_eps" in findings.codes) == (not weight.isfinite().all())
     assert findings.codes in (["fp16_adam_eps"], ["fp16_weights"])
+
+
+def real(kind, rows, args, tokenizer=TOKENIZER, **more):
+    """A trainer of TRL."""
+    more = {"model": make_model(), **({"ref_model": make_model()} if kind in (DPOTrainer, KTOTrainer) else {}), **more}
+    return kind(args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **more)
+
+
+def few_steps(kind=DPOConfig, **options):
+    options = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True, **options}
+    return make_args(kind, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "codes"),
+    [
+        ({}, []),
+        ({"adam_epsilon": 0.0}, ["adam_eps_is_zero"]),
+        ({"adam_epsilon": 1e-50, "optim": "adamw_torch"}, ["adam_eps_is_zero"]),
+        ({"beta": math.nan}, ["bad_argument"]),
+        ({"weight_decay": math.nan}, ["bad_argument"]),
+        ({"max_grad_norm": math.inf}, []),
+        ({"loss_type": "discopop", "discopop_tau": 0.0}, ["zero_divisor"]),
+    ],
+)
+def test_an_argument_that_is_found_makes_the_weights_nan(options, codes):
+    args = few_steps(**options)
+    assert look(args=args).codes == codes
+    trainer = real(DPOTrainer, pairs(), args)
+    trainer.train()
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters()) == (not codes)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"loss_type": "ipo", "beta": 0.0}, "zero_divisor"),
+        ({"learning_rate": "1e-5"}, "bad_learning_rate"),
+        ({"adam_epsilon": "1e-8", "optim": "adamw_torch"}, "bad_argument"),
+    ],
+)
+def test_an_argument_that_is_found_stops_the_run(options, code):
+    args = few_steps(**options)
+    assert look(args=args, model=make_model()).codes == [code]
+    with pytest.raises((ZeroDivisionError, TypeError)):
+        real(DPOTrainer, pairs(), args).train()
 
 
 def test_the_model_is_left_as_it_was():
@@ -563,6 +622,8 @@ def broken_template():
         (lambda: look(tokenizer=make_model()), "tokenizer: got a GPTNeoXForCausalLM"),
         (lambda: look(model="tiny"), "model: got a str"),
         (lambda: look(model=GPTNeoXForCausalLM), "model: got a GPTNeoXForCausalLM class"),
+        (lambda: look(args={"learning_rate": math.nan}), "args: got a dict; give the TrainingArguments"),
+        (lambda: look(args=DPOConfig), "args: got a DPOConfig class"),
         (lambda: look({"prompt": ["a"], "chosen": ["b"]}), "from_dict"),
         (lambda: look(frame()), "a DataFrame cannot be read by row.*from_pandas"),
         (lambda: look([{"messages": MESSAGES}], broken_template()), "row 0: the chat template refuses"),

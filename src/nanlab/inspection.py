@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,12 +37,14 @@ def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, 
         `Preflight`: a sequence of findings whose `clean(dataset)` drops the rows that cannot be trained on.
 
     Raises:
-        InputError: no rows, no known column, chat rows without a chat template, a `max_length` below 1, or the name
-            of a tokenizer or model in place of the thing itself.
+        InputError: no rows, no known column, chat rows without a chat template, a `max_length` below 1, or another
+            thing in place of the tokenizer, the model or the arguments, such as a name or a dict.
     """
     _check_loaded("tokenizer", tokenizer, "pad_token_id")
     if model is not None:
         _check_loaded("model", model, "named_parameters")
+    if args is not None and (isinstance(args, type) or not hasattr(args, "learning_rate")):
+        raise InputError(f"args: got a {_kind(args)}; give the TrainingArguments, or a TRL configuration")
     rows = Rows(dataset)
     setup = Setup(tokenizer, args, model, length_limit(max_length, args), rows.names)
     seen, gathered = _look_at_rows(rows, setup)
@@ -61,8 +65,11 @@ def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, 
 
 def _check_loaded(what: str, given, attribute: str) -> None:
     if isinstance(given, type) or not hasattr(given, attribute):
-        kind = given.__name__ + " class" if isinstance(given, type) else type(given).__name__
-        raise InputError(f"{what}: got a {kind}; give a loaded {what}, as from_pretrained(…) returns it")
+        raise InputError(f"{what}: got a {_kind(given)}; give a loaded {what}, as from_pretrained(…) returns it")
+
+
+def _kind(given) -> str:
+    return given.__name__ + " class" if isinstance(given, type) else type(given).__name__
 
 
 class Preflight(Findings):
@@ -469,15 +476,65 @@ def _optimizer(setup: Setup) -> str:
     return str(getattr(optim, "value", optim))
 
 
+def _setting(setup: Setup, name: str, default: float) -> float:
+    """A numeric argument; the default where it is absent or no number, which a check of its own tells."""
+    value = getattr(setup.args, name, default)
+    return value if isinstance(value, Real) else default
+
+
 def _bad_rate(setup: Setup) -> list[str]:
     rate = getattr(setup.args, "learning_rate", None)
-    return [] if rate is None or (math.isfinite(rate) and rate >= 0) else [str(rate)]
+    fine = rate is None or (isinstance(rate, Real) and math.isfinite(rate) and rate >= 0)
+    return [] if fine else [repr(rate) if isinstance(rate, str) else str(rate)]
 
 
 def _huge_rate(setup: Setup) -> list[str]:
-    rate = getattr(setup.args, "learning_rate", None)
+    rate = _setting(setup, "learning_rate", 0.0)
     limit = 10.0 if "sgd" in _optimizer(setup) else 0.01  # Adam moves every weight by about the rate itself
-    return [f"{rate:g}"] if rate is not None and math.isfinite(rate) and rate >= limit else []
+    return [f"{rate:g}"] if math.isfinite(rate) and rate >= limit else []
+
+
+# Here inf means "no limit".
+_LIMITS = {
+    "max_grad_norm", "eval_delay", "epsilon", "epsilon_high", "delta", "vllm_importance_sampling_clip_max",
+    "vllm_server_timeout", "entropy_coef_max",
+}  # fmt: skip
+
+
+def _bad_arguments(setup: Setup) -> list[str]:
+    """NaN, inf where it is no limit, and text where the default is a number. The learning rate has its own check."""
+    known = fields(setup.args) if is_dataclass(setup.args) else ()
+    numeric = {one.name for one in known if type(one.default) in (int, float)}
+
+    def bad(name: str, value) -> bool:
+        if isinstance(value, str):
+            return name in numeric
+        return isinstance(value, Real) and (math.isnan(value) or (math.isinf(value) and name not in _LIMITS))
+
+    given = vars(setup.args).items() if setup.args is not None else ()
+    one_by_one = ((name, one) for name, value in given for one in (value if isinstance(value, list) else [value]))
+    return [f"{name} = {one!r}" for name, one in one_by_one if name != "learning_rate" and bad(name, one)]
+
+
+# What a loss divides by, and the value that makes it 0.
+_DIVISORS = {
+    "ipo": ("beta", 0.0),
+    "sppo_hard": ("beta", 0.0),
+    "simpo": ("beta", 0.0),
+    "tpo-l": ("beta", 0.0),
+    "robust": ("label_smoothing", 0.5),
+    "discopop": ("discopop_tau", 0.0),
+}
+
+
+def _zero_divisors(setup: Setup) -> list[str]:
+    kinds = getattr(setup.args, "loss_type", None) or []
+    seen = []
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        name, zero = _DIVISORS.get(kind, ("", 0.0))
+        if getattr(setup.args, name, None) == zero:
+            seen.append(f"{kind} with {name} = {zero:g}")
+    return seen
 
 
 def _fp16_trained(setup: Setup) -> list[str]:
@@ -502,8 +559,16 @@ def _fp16_adam(setup: Setup) -> list[str]:
     import torch
 
     unfused = setup.args is not None and _optimizer(setup) in ("adamw_torch", "adamw_hf")
-    eps = getattr(setup.args, "adam_epsilon", 1e-8)
+    eps = _setting(setup, "adam_epsilon", 1e-8)
     return _fp16_trained(setup) if unfused and not _scaler_refuses(setup) and _eps_is_zero(eps, torch.float16) else []
+
+
+def _adam_eps(setup: Setup) -> list[str]:
+    import torch
+
+    eps = _setting(setup, "adam_epsilon", 1e-8)
+    zero = "adam" in _optimizer(setup) and not _fp16_adam(setup) and _eps_is_zero(eps, torch.float32)
+    return [f"{eps:g}"] if zero else []
 
 
 def _fp16_adapters(setup: Setup) -> list[str]:
@@ -573,6 +638,7 @@ def _uninitialised(setup: Setup) -> list[str]:
         if tensor.is_meta or not all(map(math.isfinite, bounds := _range(tensor))):
             continue
         sample = tensor.reshape(-1)[:: max(1, tensor.numel() // 65536)]
+        sample = sample.float() if sample.element_size() == 1 else sample  # float8 cannot be compared
         tiny = (
             0 if tensor.dtype == torch.float16 else torch.finfo(torch.float32).tiny
         )  # fp16 weights are often subnormal
@@ -678,7 +744,7 @@ SETUP_CHECKS = (
         "bad_learning_rate",
         _bad_rate,
         "The learning rate is {named}.",
-        "Give a finite rate, 0 or more.",
+        "Give a finite number, 0 or more (YAML takes 1e-5 for text: write 1.0e-5).",
         DIRTY,
     ),
     SetupCheck(
@@ -687,6 +753,29 @@ SETUP_CHECKS = (
         "The learning rate is {named}: with most models the loss explodes within a few steps.",
         "Start near 1e-6 for preference tuning, 1e-5 for full tuning, 1e-4 for adapters.",
         DIRTY,
+        "likely",
+    ),
+    SetupCheck(
+        "bad_argument",
+        _bad_arguments,
+        "NaN, inf, or text in place of a number among the arguments: {named}.",
+        "Give finite numbers (YAML takes 1e-8 for text: write 1.0e-8).",
+        DIRTY,
+    ),
+    SetupCheck(
+        "zero_divisor",
+        _zero_divisors,
+        "The loss divides by 0: {named}.",
+        "Choose another value, or another loss_type.",
+        STD,
+    ),
+    SetupCheck(
+        "adam_eps_is_zero",
+        _adam_eps,
+        "adam_epsilon is {named}, which is 0 in float32: Adam divides 0 by 0 for a weight without a gradient, such as "
+        "the embedding of a token that the batch lacks, and it is NaN.",
+        "Use an adam_epsilon of 1e-8 or so.",
+        HALF,
         "likely",
     ),
     SetupCheck(
@@ -740,8 +829,8 @@ SETUP_CHECKS = (
         "bad_weights",
         _bad_weights,
         "Weights that already hold NaN or inf ({count}): {named}.",
-        "Load the checkpoint again, from before the run that broke it; "
-        "a tensor that no file holds has to be initialised.",
+        "Load the checkpoint again, from before the run that broke it; a tensor that no file holds has to be "
+        "initialised.",
         DIRTY,
     ),
     SetupCheck(
