@@ -21,7 +21,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, KTOTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from nanlab import preflight
@@ -36,7 +45,7 @@ CHAT = (
 )
 
 
-def make_tokenizer(pad=PAD):
+def make_tokenizer(pad=PAD, eos=END):
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -45,7 +54,7 @@ def make_tokenizer(pad=PAD):
         vocab_size=300, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(["the capital of france is paris", "two plus two is four"] * 4, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token=END, bos_token=END, eos_token=END, pad_token=pad)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token=END, bos_token=END, eos_token=eos, pad_token=pad)
 
 
 TOKENIZER = make_tokenizer()
@@ -68,9 +77,14 @@ def make_args(kind=DPOConfig, **options):
     return kind(output_dir="unused", **options)
 
 
+def sft_args(**options):
+    return make_args(SFTConfig, **options)
+
+
 PAIR = {"prompt": "the capital of france is", "chosen": " paris", "rejected": " four"}
 SCORED = [{"prompt": "two plus two is", "completion": f" {n}", "reward": n / 3, "group": n // 2} for n in range(8)]
 LONG = "two plus two " * 20
+UNPAIRED = {"prompt": "two plus two is", "completion": " four"}
 
 
 def pairs(*odd, **changes):
@@ -125,6 +139,18 @@ PLANTED = {
         lambda: look([{"input_ids": ids} for ids in ([5, 6], [5, "x"], "ab", None, [[5, 6]], [5.0])]),
         [*range(1, 6)],
     ),
+    "refused_by_template": (
+        lambda: look([{"messages": MESSAGES}, {"messages": [{"role": 3, "content": "two"}]}], choosy_tokenizer()),
+        [1],
+    ),
+    "too_long": (lambda: look(pairs(chosen=LONG), args=make_args(RewardConfig, max_length=30)), [4]),
+    "bad_label": (
+        lambda: look(
+            [{**UNPAIRED, "label": label} for label in (True, 0, np.bool_(True), 1.0, None, "True", 2, math.nan)]
+        ),
+        [4, 5, 6, 7],
+    ),
+    "no_eos_token": (lambda: look(tokenizer=make_tokenizer(eos=None), args=make_args()), None),
     "label_count": (lambda: look([{"input_ids": [5, 6, 7], "labels": [5, 6, 7][:n]} for n in (3, 2)]), [1]),
     "truncated_away": (lambda: look(pairs(prompt=LONG), max_length=30), [4]),
     "no_label": (lambda: look([{"input_ids": [5, 6, 7], "labels": labels} for labels in ([5, 6, 7], [-100] * 3)]), [1]),
@@ -240,9 +266,35 @@ def chat(said):
     return [{"role": "assistant", "content": said}]
 
 
-def chat_tokenizer():
-    tokenizer = make_tokenizer()
+def chat_tokenizer(eos=END):
+    tokenizer = make_tokenizer(eos=eos)
     tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def choosy_tokenizer():
+    """Its template takes no role but text."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    return tokenizer
+
+
+def marking_tokenizer():
+    """Its template marks what the assistant says."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "<|endoftext|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    return tokenizer
+
+
+def tool_tokenizer():
+    """Its template writes what the tools are, and what it is told to."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.description }}{% endfor %}{{ extra or '' }}" + CHAT
+    )
     return tokenizer
 
 
@@ -274,6 +326,8 @@ def with_float8():
 
 
 MESSAGES = [{"role": "user", "content": "two plus two is"}]
+CHATTING = chat_tokenizer()
+TALK = {"prompt": MESSAGES, "chosen": chat("a"), "rejected": chat("b")}
 HEALTHY = {
     "strings": lambda: look(),
     "dataset": lambda: look(Dataset.from_list(pairs())),
@@ -285,6 +339,24 @@ HEALTHY = {
     ),
     "chat messages": lambda: look([{"messages": MESSAGES + chat("four")}], chat_tokenizer()),
     "scored": lambda: look(SCORED),
+    "KTO labels as numbers": lambda: look([{**UNPAIRED, "label": n % 2} for n in range(3)]),
+    "labels of another kind": lambda: look([{"text": "two plus two", "label": "sports"}] * 2),
+    "array of messages": lambda: look([{"messages": np.array(MESSAGES + chat("four"))}], chat_tokenizer()),
+    "a limit of numpy": lambda: look(max_length=np.int64(40)),
+    "another text column": lambda: look([{"said": "two plus two"}], args=sft_args(dataset_text_field="said")),
+    "the same in a table": lambda: look(
+        Dataset.from_list([{"said": "two plus two"}]), args=sft_args(dataset_text_field="said")
+    ),
+    "whole text counts": lambda: look(
+        [{**UNPAIRED, "prompt": LONG}], args=sft_args(max_length=500, completion_only_loss=False)
+    ),
+    "only divided": lambda: look(
+        [{**UNPAIRED, "prompt": LONG}], args=sft_args(max_length=30, packing=True, packing_strategy="wrapped")
+    ),
+    "a mask that SFT does not heed": lambda: look(
+        [{"input_ids": [5, 6, 7], "completion_mask": [0] * 3}], args=sft_args()
+    ),
+    "chat without eos": lambda: look([TALK], chat_tokenizer(eos=None), args=make_args()),
     "mixed KTO labels": lambda: look([{"prompt": "a", "completion": "b", "label": n == 1} for n in range(3)]),
     "text": lambda: look([{"text": "two plus two is four"}], max_length=3),
     "prompts": lambda: look([{"prompt": "two plus two is", "reward": 1.0}], max_length=30, model=make_model()),
@@ -349,6 +421,144 @@ def test_truncation_is_what_trl_does_to_the_rows(max_length, mode):
     assert away or mode == "keep_end"
 
 
+def real(kind, rows, args, tokenizer=TOKENIZER, **more):
+    """A trainer of TRL."""
+    more = {"model": make_model(), **({"ref_model": make_model()} if kind in (DPOTrainer, KTOTrainer) else {}), **more}
+    return kind(args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **more)
+
+
+def few_steps(kind=DPOConfig, **options):
+    options = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True, **options}
+    return make_args(kind, **options)
+
+
+def make_scorer():
+    from transformers import GPTNeoXForSequenceClassification
+
+    config = make_model().config
+    config.num_labels = 1
+    return GPTNeoXForSequenceClassification(config)
+
+
+def tools(description):
+    function = {"name": "f", "description": description, "parameters": {"type": "object", "properties": {}}}
+    return json.dumps([{"type": "function", "function": function}])
+
+
+ASKED = {"messages": MESSAGES + chat("four")}
+LONG_ASKED = {"messages": [{"role": "user", "content": LONG}, *chat("four")]}
+MASKED = [{"input_ids": [5, 6, 7, 8], "completion_mask": mask} for mask in ([0, 0, 0, 1], [0] * 4, [1, 1, 0, 0])]
+ANSWERS = [{**UNPAIRED, "prompt": LONG}, UNPAIRED]
+# A trainer, its rows, tokenizer and arguments, and the rows that it drops or that give it nothing to learn.
+DROPPED = {
+    "SFT": (SFTTrainer, ANSWERS, TOKENIZER, {"max_length": 30}, [0]),
+    "whole text": (SFTTrainer, ANSWERS, TOKENIZER, {"max_length": 30, "completion_only_loss": False}, []),
+    "keep_end": (SFTTrainer, ANSWERS, TOKENIZER, {"max_length": 30, "truncation_mode": "keep_end"}, []),
+    "masks of SFT": (SFTTrainer, MASKED, TOKENIZER, {"max_length": 3}, []),
+    "masks told to SFT": (SFTTrainer, MASKED, TOKENIZER, {"max_length": 3, "completion_only_loss": True}, [0, 1]),
+    "assistant masks": (
+        SFTTrainer,
+        [{"input_ids": row["input_ids"], "assistant_masks": row["completion_mask"]} for row in MASKED],
+        TOKENIZER,
+        {"max_length": 3},
+        [0, 1],
+    ),
+    "assistant only": (
+        SFTTrainer,
+        [ASKED, LONG_ASKED],
+        marking_tokenizer(),
+        {"max_length": 30, "assistant_only_loss": True},
+        [1],
+    ),
+    "assistant only, keep_end": (
+        SFTTrainer,
+        [LONG_ASKED, {"messages": [*MESSAGES, *chat("four"), {"role": "user", "content": LONG}]}],
+        marking_tokenizer(),
+        {"max_length": 30, "assistant_only_loss": True, "truncation_mode": "keep_end"},
+        [1],
+    ),
+    "tools": (
+        DPOTrainer,
+        [{**TALK, "tools": tools(text)} for text in ("two", LONG)],
+        tool_tokenizer(),
+        {"max_length": 48},
+        [1],
+    ),
+    "words for the template": (
+        DPOTrainer,
+        [{**TALK, "chat_template_kwargs": {"extra": text}} for text in ("two", LONG)],
+        tool_tokenizer(),
+        {"max_length": 48},
+        [1],
+    ),
+    "reward": (RewardTrainer, pairs(chosen=LONG), TOKENIZER, {"max_length": 30}, [4]),
+    "KTO": (
+        KTOTrainer,
+        [{**row, "label": label} for row, label in zip([*ANSWERS, UNPAIRED], (True, True, False), strict=True)],
+        TOKENIZER,
+        {"max_length": 30},
+        [0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_clean_drops_what_the_trainer_of_the_arguments_drops(name):
+    kind, rows, tokenizer, options, dropped = DROPPED[name]
+    config = {SFTTrainer: SFTConfig, RewardTrainer: RewardConfig, KTOTrainer: KTOConfig}.get(kind, DPOConfig)
+    args = few_steps(config, **options)
+    assert look(rows, tokenizer, args=args).clean(rows) == [row for at, row in enumerate(rows) if at not in dropped]
+    more = {"model": make_scorer()} if kind is RewardTrainer else {}
+    kept = real(kind, rows, args, tokenizer, **more).train_dataset
+    assert len(kept) == len(rows) - len(dropped)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "tokenizer", "args", "code"),
+    [
+        (DPOTrainer, pairs(), make_tokenizer(eos=None), few_steps, "no_eos_token"),
+        (SFTTrainer, [{"text": "two plus two"}], make_tokenizer(eos=None), sft_args, "no_eos_token"),
+        (
+            KTOTrainer,
+            [{**UNPAIRED, "label": n} for n in (True, False, None)],
+            TOKENIZER,
+            lambda: few_steps(KTOConfig),
+            "bad_label",
+        ),
+        (
+            SFTTrainer,
+            [ASKED, {"messages": MESSAGES}],
+            marking_tokenizer(),
+            lambda: sft_args(assistant_only_loss=True),
+            "no_label",
+        ),
+    ],
+)
+def test_what_is_found_stops_the_trainer_of_the_arguments(kind, rows, tokenizer, args, code):
+    args = args()
+    assert look(rows, tokenizer, args=args).codes == [code]
+    with pytest.raises((TypeError, RuntimeError, ValueError)):
+        real(kind, rows, args, tokenizer)
+
+
+def test_one_kto_class_is_seen_among_the_rows_that_are_left():
+    rows = [*[{**UNPAIRED, "label": True}] * 3, {**UNPAIRED, "completion": "", "label": False}]
+    assert {f.code: list(f.rows) for f in look(rows)} == {"empty_text": [3], "one_class_labels": [0, 1, 2]}
+
+
+def test_nothing_is_left_of_one_token_that_nothing_predicts():
+    args = make_args(TPOConfig, max_length=1, truncation_mode="keep_end")
+    assert look(args=args).codes == ["truncated_away"]
+
+
+def test_assistant_only_loss_takes_the_template_that_trl_would():
+    from trl.chat_template_utils import qwen3_chat_template
+
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = qwen3_chat_template
+    assert look([ASKED], tokenizer, args=sft_args(assistant_only_loss=True)).codes == []
+
+
 @pytest.mark.parametrize("labels", [[5, -100, -100], [-100, -100, -100], [-100, -100, 7], [5, 6, -100]])
 def test_a_row_without_label_is_one_whose_real_loss_is_nan(labels):
     """Also where only the first token is counted: nothing predicts it."""
@@ -367,17 +577,6 @@ def test_the_adam_finding_is_what_a_real_step_does(eps, fused):
     findings = look(model=make_model(torch.float16), args=args)
     assert ("fp16_adam_eps" in findings.codes) == (not weight.isfinite().all())
     assert findings.codes in (["fp16_adam_eps"], ["fp16_weights"])
-
-
-def real(kind, rows, args, tokenizer=TOKENIZER, **more):
-    """A trainer of TRL."""
-    more = {"model": make_model(), **({"ref_model": make_model()} if kind in (DPOTrainer, KTOTrainer) else {}), **more}
-    return kind(args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **more)
-
-
-def few_steps(kind=DPOConfig, **options):
-    options = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True, **options}
-    return make_args(kind, **options)
 
 
 @pytest.mark.parametrize(
@@ -608,12 +807,6 @@ def test_csv_cells_may_be_long_and_the_limit_of_the_module_is_left_as_it_was():
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-def broken_template():
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = "{{ 1 + messages }}"
-    return tokenizer
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -626,7 +819,6 @@ def broken_template():
         (lambda: look(args=DPOConfig), "args: got a DPOConfig class"),
         (lambda: look({"prompt": ["a"], "chosen": ["b"]}), "from_dict"),
         (lambda: look(frame()), "a DataFrame cannot be read by row.*from_pandas"),
-        (lambda: look([{"messages": MESSAGES}], broken_template()), "row 0: the chat template refuses"),
     ],
 )
 def test_a_wrong_thing_is_named(call, words):
@@ -652,9 +844,12 @@ def frame():
         ([PAIR], {"max_length": 0}, "max_length is 0"),
         ([PAIR], {"max_length": "512"}, "max_length is '512'"),
         ([{"messages": MESSAGES}], {}, "row 0 holds chat messages"),
-        ([{**PAIR, "chosen": chat("a")}], {}, "row 0 mixes"),
+        ([{**PAIR, "chosen": chat("a")}], {}, r"\(chosen of row 0\) and text \(prompt of row 0\) are mixed"),
         ([{**SCORED[0], "group": [1]}], {}, "row 0: the group is a list"),
-        ([PAIR, {"prompt": MESSAGES, "chosen": chat("a"), "rejected": chat("b")}], {}, "mixes text and chat"),
+        ([*[PAIR] * 3, TALK], {}, r"\(prompt of row 3\) and text \(prompt of row 0\) are mixed"),
+        ([*[PAIR] * 1000, TALK], {}, r"\(prompt of row 1000\) and text \(prompt of row 0\) are mixed"),
+        ([TALK, PAIR], {"tokenizer": CHATTING}, r"\(prompt of row 0\) and text \(prompt of row 1\) are mixed"),
+        ([PAIR], {"max_length": True}, "max_length is True"),
     ],
 )
 def test_bad_input_is_one_line_that_says_where(rows, options, words):

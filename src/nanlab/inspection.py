@@ -27,25 +27,27 @@ def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, 
     Args:
         dataset: a `datasets.Dataset`, or a list of rows (dicts). Columns: `prompt` `chosen` `rejected` (`reference`),
             or `prompt` `completion` (`reward` `group` `label`), or `text`, or `messages`, or `prompt` alone (for
-            answers that are written during training), or `input_ids` (`labels`). Text may be strings or chat messages.
+            answers that are written during training), or `input_ids` (`labels`, or `completion_mask` and
+            `assistant_masks`). Text may be strings or chat messages (`tools`, `chat_template_kwargs`).
         tokenizer: the tokenizer that the run uses, loaded; a fast one, for speed.
         max_length: tokens kept of prompt and answer together; by default `args.max_length`.
         model: optional; its weights and buffers are read, never changed.
-        args: optional; the `TrainingArguments`, or a TRL configuration.
+        args: optional; the `TrainingArguments`, or a TRL configuration. Its class says which trainer it will be, and so
+            what is cut, dropped and counted; `dataset_text_field` names another column than `text`.
 
     Returns:
         `Preflight`: a sequence of findings whose `clean(dataset)` drops the rows that cannot be trained on.
 
     Raises:
-        InputError: no rows, no known column, chat rows without a chat template, a `max_length` below 1, or another
-            thing in place of the tokenizer, the model or the arguments, such as a name or a dict.
+        InputError: no rows, no known column, chat rows without a chat template or among text, a `max_length` below 1,
+            or another thing in place of the tokenizer, the model or the arguments, such as a name or a dict.
     """
     _check_loaded("tokenizer", tokenizer, "pad_token_id")
     if model is not None:
         _check_loaded("model", model, "named_parameters")
     if args is not None and (isinstance(args, type) or not hasattr(args, "learning_rate")):
         raise InputError(f"args: got a {_kind(args)}; give the TrainingArguments, or a TRL configuration")
-    rows = Rows(dataset)
+    rows = Rows(dataset, text=getattr(args, "dataset_text_field", "text"))
     setup = Setup(tokenizer, args, model, length_limit(max_length, args), rows.names)
     seen, gathered = _look_at_rows(rows, setup)
     findings, dead = [], np.zeros(len(rows), dtype=bool)
@@ -125,18 +127,25 @@ def _truncated_away(batch: Batch) -> np.ndarray:
 
 def _truncated_partly(batch: Batch) -> np.ndarray:
     def cut(tokens: Tokens) -> np.ndarray:
-        kept = batch.kept(tokens)
-        return (kept > 0) & (kept < tokens.counted)
+        begin, end = batch.window(tokens)
+        return (batch.kept(tokens) > 0) & ((begin > tokens.start) | (end < tokens.total))
 
     # A tokenised or plain row is expected to be cut to length; an answer that loses its end is not.
     return _any_column(batch, cut) if batch.setup.answers else batch.none()
+
+
+def _too_long(batch: Batch) -> np.ndarray:
+    limit = batch.setup.max_length
+    if limit is None or not batch.setup.reward_model:
+        return batch.none()
+    return _any_column(batch, lambda tokens: tokens.total > limit)
 
 
 def _identical_pair(batch: Batch) -> np.ndarray:
     if not {"chosen", "rejected"} <= batch.tokens.keys():
         return batch.none()
     chosen, rejected = batch.tokens["chosen"], batch.tokens["rejected"]
-    limit = batch.setup.max_length
+    limit = batch.setup.limit
     seen = slice(None) if limit is None else slice(-limit, None) if batch.setup.keep_end else slice(limit)
     same = [a[seen] == b[seen] for a, b in zip(chosen.ids, rejected.ids, strict=True)]
     return batch.spread(np.array(same)) & ~_truncated_away(batch)
@@ -197,6 +206,14 @@ def _eos_label_lost(batch: Batch) -> np.ndarray:
 
     pairs = zip(batch.columns["input_ids"], batch.columns["labels"], strict=True)
     return np.array([lost(as_list(ids), as_list(labels)) for ids, labels in pairs])
+
+
+def _bad_label(batch: Batch) -> np.ndarray:
+    """Of KTO: neither true nor false, as 1 and 0 are too; 2 and NaN count as true and are hardly meant so."""
+    if not batch.setup.kto:
+        return batch.none()
+    labels = (label.tolist() if hasattr(label, "tolist") else label for label in batch.columns["label"])
+    return np.array([not isinstance(label, Real) or label not in (0, 1) for label in labels])
 
 
 def _number(value) -> float:
@@ -278,6 +295,14 @@ ROW_CHECKS = (
         DIRTY,
     ),
     RowCheck(
+        "refused_by_template",
+        partial(_has, "refused"),
+        "{rows}: the chat template, or the JSON of the tools, gives an error.",
+        "Call tokenizer.apply_chat_template on the messages of such a row to see why, or drop the rows: "
+        "findings.clean(rows).",
+        DIRTY,
+    ),
+    RowCheck(
         "label_count",
         _label_count,
         "{rows}: more or fewer labels than input_ids. Only an encoder-decoder takes such a row, any other model stops.",
@@ -304,10 +329,17 @@ ROW_CHECKS = (
     RowCheck(
         "truncated_partly",
         _truncated_partly,
-        "{rows}: max_length cuts off the end of an answer, and the eos with it.",
+        "{rows}: max_length cuts off the end of an answer, and the eos with it (its start, with keep_end).",
         "Raise max_length if the ends matter; the rows can be trained on.",
         EMPTY,
         drop=False,
+    ),
+    RowCheck(
+        "too_long",
+        _too_long,
+        "{rows}: chosen or rejected is longer than max_length. RewardTrainer cuts nothing, it drops the whole row.",
+        "Raise max_length, or drop the rows: findings.clean(rows).",
+        EMPTY,
     ),
     RowCheck(
         "identical_pair",
@@ -346,6 +378,14 @@ ROW_CHECKS = (
         "Mask padding by position, not by id; with pad = eos, add a pad token of its own.",
         UNK,
         drop=False,
+    ),
+    RowCheck(
+        "bad_label",
+        _bad_label,
+        "{rows}: a KTO label that is neither true nor false. None and text stop the run, any other number counts as "
+        "true.",
+        "Give True or False, or drop the rows: findings.clean(rows).",
+        DIRTY,
     ),
     RowCheck(
         "bad_reward",
@@ -390,10 +430,10 @@ def _constant_group(whole: Whole) -> list[int]:
 
 
 def _one_class(whole: Whole) -> list[int]:
-    """KTO's desirable and undesirable answers; a label of another type is not about KTO."""
+    """KTO's desirable and undesirable answers, of the living rows."""
     labels = whole.columns.get("label", ())
-    same = len(labels) > 1 and isinstance(labels[0], bool) and all(label is labels[0] for label in labels)
-    return list(range(len(labels))) if same else []
+    rows = np.flatnonzero(~whole.dead).tolist() if labels else []
+    return rows if len(rows) > 1 and len({bool(labels[row]) for row in rows}) == 1 else []
 
 
 def _look_at_rows(rows: Rows, setup: Setup) -> tuple[dict[RowCheck, array], dict[str, list]]:
@@ -401,7 +441,8 @@ def _look_at_rows(rows: Rows, setup: Setup) -> tuple[dict[RowCheck, array], dict
     from tqdm import tqdm
 
     seen = {check: array("q") for check in ROW_CHECKS}
-    gathered: dict[str, list] = {name: [] for name in ("reward", "group", "label") if name in setup.columns}
+    wanted = ("reward", "group", *(["label"] if setup.kto else []))
+    gathered: dict[str, list] = {name: [] for name in wanted if name in setup.columns}
     with tqdm(total=len(rows), desc="preflight", unit=" rows", disable=None) as bar:  # None: off unless a terminal
         for start, columns in rows:
             batch = Batch(start, columns, setup)
@@ -431,7 +472,7 @@ WHOLE_CHECKS = (
     RowCheck(
         "one_class_labels",
         _one_class,
-        "{rows}, all of them: the same KTO label. The mean over the other class is a mean of nothing.",
+        "{rows}, all that can be trained on: the same KTO label. The mean over the other class is a mean of nothing.",
         "Mix desirable and undesirable answers, and shuffle.",
         EMPTY,
         drop=False,
@@ -447,6 +488,11 @@ _DROPPED = {check.code for check in (*ROW_CHECKS, *WHOLE_CHECKS) if check.drop}
 
 def _no_pad(setup: Setup) -> list[str]:
     return ["pad_token"] if setup.tokenizer.pad_token_id is None and not setup.trl else []
+
+
+def _no_eos(setup: Setup) -> list[str]:
+    """TRL appends eos to every text; a chat template writes its own."""
+    return ["eos_token"] if setup.trl and not setup.eos and False in setup.first and not setup.prompts_only else []
 
 
 def _eos_lost(setup: Setup) -> list[str]:
@@ -715,6 +761,13 @@ SETUP_CHECKS = (
         "Set tokenizer.pad_token; a token of its own is safest.",
         UNK,
         "possible",
+    ),
+    SetupCheck(
+        "no_eos_token",
+        _no_eos,
+        "The tokenizer has no eos token, which TRL appends to every answer and text: it stops with a TypeError.",
+        "Set tokenizer.eos_token to the token that the model ends with.",
+        UNK,
     ),
     SetupCheck(
         "eos_lost",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +18,9 @@ from nanlab.errors import InputError
 
 ANSWERS = ("chosen", "rejected", "reference", "completion")
 NUMBERS = ("reward", "rewards", "ref_chosen_logps", "ref_rejected_logps")
-_TOKENISED = ("input_ids", "labels", "completion_mask")
-_USED = ("prompt", *ANSWERS, "text", "messages", *_TOKENISED, *NUMBERS, "group", "label")
+_TOKENISED = ("input_ids", "labels", "completion_mask", "assistant_masks")
+_TEMPLATE = ("tools", "chat_template_kwargs")  # what a chat template is given besides the messages
+_USED = ("prompt", *ANSWERS, "text", "messages", *_TOKENISED, *_TEMPLATE, *NUMBERS, "group", "label")
 _BATCH = 1000  # rows tokenised at a time: enough to keep a fast tokenizer busy, a few MB of ids
 IGNORED = -100  # the label that cross-entropy leaves out
 
@@ -28,24 +31,31 @@ def length_limit(max_length: int | None, args) -> int | None:
     Raises `InputError` for what is no whole number from 1.
     """
     limit = max_length if max_length is not None else getattr(args, "max_length", None)
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
+    if limit is None:
+        return None
+    if not isinstance(limit, Integral) or isinstance(limit, bool) or limit < 1:
         raise InputError(f"max_length is {limit!r}: give a whole number of tokens, at least 1")
-    return None if limit is None else min(limit, sys.maxsize)  # numpy knows no larger number, and no row is longer
+    return min(int(limit), sys.maxsize)  # numpy knows no larger number, and no row is longer
 
 
 class Rows:
-    """Columns of a data set, a batch at a time; the same for a `datasets.Dataset` and for a list of dicts."""
+    """Columns of a data set, a batch at a time; the same for a `datasets.Dataset` and for a list of dicts.
 
-    def __init__(self, dataset) -> None:
+    `text` is the column that is read as "text".
+    """
+
+    def __init__(self, dataset, text: str = "text") -> None:
         _check_kind(dataset)
         self._table = hasattr(dataset, "select_columns")
         names = dataset.column_names if self._table else _keys(dataset)
-        self.names = [name for name in _USED if name in names]
+        self._columns = {name: own for name in _USED if (own := text if name == "text" else name) in names}
+        self.names = [*self._columns]
         if not {"prompt", *ANSWERS, "text", "messages", "input_ids"} & set(self.names):
             raise InputError(
                 f"no column to look at: found {', '.join(map(str, names))}; wanted e.g. prompt, chosen, rejected"
             )
-        self._dataset = dataset.with_format(None).select_columns(self.names) if self._table else dataset
+        used = [*dict.fromkeys(self._columns.values())]
+        self._dataset = dataset.with_format(None).select_columns(used) if self._table else dataset
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -54,10 +64,16 @@ class Rows:
         for start in range(0, len(self), _BATCH):
             stop = min(start + _BATCH, len(self))
             if self._table:
-                yield start, self._dataset[start:stop]
+                columns = self._dataset[start:stop]
+                yield start, {name: columns[own] for name, own in self._columns.items()}
             else:
                 rows = [self._dataset[row] for row in range(start, stop)]
-                yield start, {name: [row.get(name) for row in rows] for name in self.names}
+                yield start, {name: [_plain(row.get(own)) for row in rows] for name, own in self._columns.items()}
+
+
+def _plain(value):
+    """An array as the list that a `Dataset` makes of it."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _check_kind(dataset) -> None:
@@ -101,6 +117,7 @@ class Setup:
     model: Any
     max_length: int | None
     columns: Sequence[str]
+    first: dict[bool, tuple[str, int]] = field(default_factory=dict)  # column and row of the first chat (True), text
 
     @cached_property
     def tokenised(self) -> bool:
@@ -136,9 +153,68 @@ class Setup:
         """A TRL trainer: it appends eos to every answer, and masks padding by position, never by id."""
         return any(base.__module__.partition(".")[0] == "trl" for base in type(self.args).__mro__)
 
+    def _configures(self, name: str) -> bool:
+        """Whether the arguments are TRL's configuration of that name, or made from it."""
+        return any(base.__name__ == name for base in type(self.args).__mro__)
+
+    @cached_property
+    def reward_model(self) -> bool:
+        """TRL's RewardTrainer: it cuts no row, it drops those that are too long."""
+        return self._configures("RewardConfig")
+
+    @cached_property
+    def kto(self) -> bool:
+        """Labels say which answers are desirable."""
+        meant = self._configures("KTOConfig") if self.trl else "completion" in self.answers
+        return meant and "label" in self.columns
+
+    @cached_property
+    def completion_only(self) -> bool:
+        """The loss is of the answer alone, as everywhere but in TRL's SFT where it is told or finds otherwise."""
+        told = getattr(self.args, "completion_only_loss", True)
+        return {"prompt", "completion"} <= {*self.columns} if told is None else bool(told)
+
+    @cached_property
+    def assistant_only(self) -> bool:
+        return bool(getattr(self.args, "assistant_only_loss", False))
+
+    @cached_property
+    def masks(self) -> list[str]:
+        """The columns that say which tokens of a tokenised row carry loss, where it has no labels."""
+        heeded = {"completion_mask": self.completion_only, "assistant_masks": True}
+        return [name for name, used in heeded.items() if used and name in self.columns]
+
+    @cached_property
+    def limit(self) -> int | None:
+        """Where a row is cut; None where it is not: packing may only divide it, and TRL may be told to leave it."""
+        divided = self.packed and getattr(self.args, "packing_strategy", "") != "bfd"
+        left = (getattr(self.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset", False)
+        return None if divided or left or self.reward_model else self.max_length
+
+    @cached_property
+    def packed(self) -> bool:
+        return bool(getattr(self.args, "packing", False))
+
     @cached_property
     def keep_end(self) -> bool:
-        return getattr(self.args, "truncation_mode", "keep_start") == "keep_end"
+        return not self.packed and getattr(self.args, "truncation_mode", "keep_start") == "keep_end"
+
+    @cached_property
+    def eos(self) -> str:
+        return getattr(self.args, "eos_token", None) or self.tokenizer.eos_token or ""
+
+    @cached_property
+    def template(self) -> str | None:
+        """What TRL takes in place of the tokenizer's chat template, which has to mark what the assistant says."""
+        own = self.tokenizer.chat_template
+        if not self.assistant_only or (isinstance(own, str) and re.search(r"\{%-?\s*generation\s*-?%\}", own)):
+            return None
+        from trl.chat_template_utils import get_training_chat_template
+
+        try:
+            return get_training_chat_template(self.tokenizer)
+        except ValueError:  # none is known: then no token is marked
+            return None
 
     @cached_property
     def embedding_rows(self) -> int | None:
@@ -157,21 +233,18 @@ class Setup:
 
 
 class Tokens(NamedTuple):
-    """One column of a batch in tokens: `ids` of prompt and answer together, and where the answer starts."""
+    """One column of a batch in tokens: `ids` of prompt and answer together, and where in them is what."""
 
     ids: list[list[int]]
     start: np.ndarray  # (rows,) int64: tokens before the answer
+    first: np.ndarray  # (rows,) int64: tokens before the first that carries loss; nothing predicts the first of all
+    last: np.ndarray  # (rows,) int64: tokens up to the last that carries loss
     total: np.ndarray  # (rows,) int64: tokens before truncation
 
     @property
-    def first(self) -> np.ndarray:
-        """Tokens before the first that carries loss, (rows,) int64: nothing predicts the first token of all."""
-        return np.maximum(self.start, 1)
-
-    @property
     def counted(self) -> np.ndarray:
-        """Tokens that carry loss before truncation, (rows,) int64."""
-        return self.total - self.first
+        """Tokens from the first to the last that carries loss, (rows,) int64; none at 0 or below."""
+        return self.last - self.first
 
 
 @dataclass
@@ -189,10 +262,21 @@ class Batch:
         size = len(next(iter(self.columns.values())))
         table = np.array(kinds, dtype=object).reshape(len(kinds), size)
         self.faults = {kind: (table == kind).any(axis=0) for kind in _FAULTS}
+        self.scripts = {} if self.setup.tokenised else self._write(np.flatnonzero(self._sound()).tolist())
+
+    def _sound(self) -> np.ndarray:
+        return ~np.logical_or.reduce([rows for kind, rows in self.faults.items() if kind != "empty prompt"])
+
+    def _write(self, rows: list[int]) -> dict[int, Script]:
+        """Number of a row → what is tokenised of it. Rows that the chat template refuses are a fault."""
+        _check_kinds(self, rows)
+        scripts = {row: script for row in rows if (script := _script(self, row)) is not None}
+        self.faults["refused"][[row for row in rows if row not in scripts]] = True
+        return scripts
 
     @cached_property
     def ok(self) -> np.ndarray:
-        return ~np.logical_or.reduce([rows for kind, rows in self.faults.items() if kind != "empty prompt"])
+        return self._sound()
 
     @cached_property
     def labels(self) -> list[list[int]] | None:
@@ -210,17 +294,21 @@ class Batch:
         if self.setup.tokenised:
             return {"labels": _from_labels(self, rows)}
         if self.setup.answers:
-            return _tokenise_answers(self, rows)
-        return {self.setup.plain: (_tokenise_prompts if self.setup.prompts_only else _tokenise_plain)(self, rows)}
+            return _tokenise_answers(self)
+        return {self.setup.plain: _tokenise_plain(self)}
+
+    def window(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+        """Where what truncation leaves begins and ends, (rows,) int64 each."""
+        limit = self.setup.limit
+        if limit is None:
+            return np.zeros_like(tokens.total), tokens.total
+        kept = np.minimum(tokens.total, limit)
+        return (tokens.total - kept, tokens.total) if self.setup.keep_end else (np.zeros_like(kept), kept)
 
     def kept(self, tokens: Tokens) -> np.ndarray:
-        """Tokens of the answer that carry loss after truncation, (rows,) int64."""
-        limit = self.setup.max_length
-        if limit is None:
-            return tokens.counted
-        if self.setup.keep_end:
-            return np.minimum(tokens.counted, limit)
-        return np.maximum(np.minimum(tokens.total, limit) - tokens.first, 0)
+        """Tokens that carry loss after truncation, (rows,) int64; nothing predicts the first that is left."""
+        begin, end = self.window(tokens)
+        return np.maximum(np.minimum(end, tokens.last) - np.maximum(begin + 1, tokens.first), 0)
 
     def none(self) -> np.ndarray:
         return np.zeros(len(self.ok), dtype=bool)
@@ -232,7 +320,7 @@ class Batch:
         return every
 
 
-_FAULTS = ("missing", "empty", "not text", "empty prompt", "not ids")
+_FAULTS = ("missing", "empty", "not text", "empty prompt", "not ids", "refused")
 
 
 def _fault(value) -> str:
@@ -280,6 +368,7 @@ _JUDGES = {
     "input_ids": _ids_fault,
     "labels": _labels_fault,
     "completion_mask": _labels_fault,
+    "assistant_masks": _labels_fault,
 }  # anything else is text
 
 
@@ -294,25 +383,82 @@ def _encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=not chat)]
 
 
-def _render(setup: Setup, row: int, messages: list, **options) -> str:
-    if not getattr(setup.tokenizer, "chat_template", None):
+class Script(NamedTuple):
+    """What is tokenised of a row: the prompt and the prompt with each answer, or its one text."""
+
+    texts: tuple[str, ...]
+    marks: Sequence[int] = ()  # one a token, 1 where the assistant speaks; only where nothing else carries loss
+
+
+class _Refused(Exception):
+    """The chat template does not take the messages."""
+
+
+def _check_kinds(batch: Batch, rows: list[int]) -> None:
+    """All chat messages or all text, from the first row of the data set on."""
+    first = batch.setup.first
+    for name in batch.setup.texts:
+        column = batch.columns[name]
+        for row in rows:
+            if (chat := isinstance(column[row], list)) not in first:
+                first[chat] = name, batch.start + row
+    if len(first) > 1:
+        chat, text = (f"{name} of row {row}" for name, row in (first[True], first[False]))
+        raise InputError(f"chat messages ({chat}) and text ({text}) are mixed: use one of them everywhere")
+    if True in first and not getattr(batch.setup.tokenizer, "chat_template", None):
+        row = first[True][1]
         raise InputError(f"row {row} holds chat messages but the tokenizer has no chat_template: set one, or give text")
+
+
+def _script(batch: Batch, row: int) -> Script | None:
+    """None for messages that the chat template refuses."""
+    setup = batch.setup
     try:
-        return setup.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        if setup.answers:
+            return _pair(batch, row)
+        value = batch.columns[setup.plain][row]
+        if isinstance(value, str):
+            return Script((value if not setup.trl or setup.prompts_only else _ended(setup, value),))
+        options = _template_options(batch, row)
+        if setup.prompts_only:
+            return Script((_render(setup, value, add_generation_prompt=True, **options) if value else "",))
+        return Script((_render(setup, value, **options),), _marks(setup, value, options))
+    except _Refused:
+        return None
+
+
+def _ended(setup: Setup, answer: str) -> str:
+    return answer if answer.endswith(setup.eos) else answer + setup.eos
+
+
+def _template_options(batch: Batch, row: int) -> dict[str, Any]:
+    """What TRL gives the chat template besides the messages: much of a prompt may be its tools."""
+    tools, own = (batch.columns[name][row] if name in batch.columns else None for name in _TEMPLATE)
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise _Refused from error
+    known = {"chat_template": batch.setup.template, "tools": tools}
+    options = {name: value for name, value in known.items() if value is not None}
+    return {**options, **(getattr(batch.setup.args, "chat_template_kwargs", None) or {}), **(own or {})}
+
+
+def _render(setup: Setup, messages: list, tokenize: bool = False, **options):
+    try:
+        return setup.tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
     except Exception as error:  # a template is a program: it may fail in every way
-        raise InputError(f"row {row}: the chat template refuses these messages: {error}") from error
+        raise _Refused from error
 
 
-def _is_chat(batch: Batch, row: int, values: list) -> bool:
-    chat = isinstance(values[0], list)
-    if any(isinstance(value, list) != chat for value in values):
-        raise InputError(f"row {batch.start + row} mixes text and chat messages: use one of them everywhere")
-    return chat
+def _marks(setup: Setup, messages: list, options: dict[str, Any]) -> Sequence[int]:
+    if not setup.assistant_only:
+        return ()
+    told = _render(setup, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options)
+    return told["assistant_masks"]
 
 
-def _pair(batch: Batch, row: int) -> tuple[str, ...]:
-    """The prompt, and the prompt with each answer, as the strings that are tokenised."""
-    setup, number = batch.setup, batch.start + row
+def _pair(batch: Batch, row: int) -> Script:
+    setup = batch.setup
     answers = [batch.columns[name][row] for name in setup.answers]
     if "prompt" in batch.columns:
         prompt = batch.columns["prompt"][row]
@@ -320,22 +466,50 @@ def _pair(batch: Batch, row: int) -> tuple[str, ...]:
         shared = min([len(answer) - 1 for answer in answers] + [_shared(answers[0], answer) for answer in answers[1:]])
         shared = shared if len(answers) > 1 else 0
         prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
-    if _is_chat(batch, row, [prompt, *answers]):
-        opening = _render(setup, number, prompt, add_generation_prompt=True) if prompt else ""
-        return opening, *(_render(setup, number, prompt + answer) for answer in answers)
-    eos = setup.tokenizer.eos_token or ""
-    return prompt, *(prompt + (answer if answer.endswith(eos) else answer + eos) for answer in answers)
+    if isinstance(prompt, str):
+        return Script((prompt, *(prompt + _ended(setup, answer) for answer in answers)))
+    options = _template_options(batch, row)
+    opening = _render(setup, prompt, add_generation_prompt=True, **options) if prompt else ""
+    wholes = [_render(setup, prompt + answer, **options) for answer in answers]
+    return Script((opening, *wholes), _marks(setup, prompt + answers[0], options))
 
 
-def _tokenise_answers(batch: Batch, rows: list[int]) -> dict[str, Tokens]:
-    first = [batch.columns[batch.setup.answers[0]][row] for row in rows]
-    chat = _is_chat(batch, rows[0], first)
-    texts = zip(*(_pair(batch, row) for row in rows), strict=True)
-    prompts, *wholes = [_encode(batch.setup.tokenizer, list(column), chat) for column in texts]
+def _tokenise(batch: Batch) -> list[list[list[int]]]:
+    """Token ids of each of the texts of a script, row by row."""
+    texts = zip(*(script.texts for script in batch.scripts.values()), strict=True)
+    return [_encode(batch.setup.tokenizer, list(column), True in batch.setup.first) for column in texts]
+
+
+def _tokenise_answers(batch: Batch) -> dict[str, Tokens]:
+    prompts, *wholes = _tokenise(batch)
     # Tokens may merge across the boundary, so the answer starts where the two tokenisations part.
     start = np.array([min(_shared(prompt, ids) for ids in row) for prompt, *row in zip(prompts, *wholes, strict=True)])
     named = zip(batch.setup.answers, wholes, strict=True)
-    return {name: Tokens(ids, start, _lengths(ids)) for name, ids in named}
+    return {name: _located(batch, ids, start) for name, ids in named}
+
+
+def _tokenise_plain(batch: Batch) -> Tokens:
+    (ids,) = _tokenise(batch)
+    if not batch.setup.prompts_only:
+        return _located(batch, ids, np.zeros(len(ids), dtype=int))
+    # An answer is still to be written, by one token at least; where there is nothing, from one special token on.
+    start = np.maximum(_lengths(ids), 1)
+    return Tokens(ids, start, start, start + 1, start + 1)
+
+
+def _located(batch: Batch, ids: list[list[int]], start: np.ndarray) -> Tokens:
+    total = _lengths(ids)
+    first, last = np.maximum(start if batch.setup.completion_only else 0, 1), total
+    if batch.setup.assistant_only:
+        bounds = [_bounds(script.marks) for script in batch.scripts.values()]
+        first, last = np.maximum(first, [one[0] for one in bounds]), np.minimum(last, [one[1] for one in bounds])
+    return Tokens(ids, start, first, last, total)
+
+
+def _bounds(flags: Sequence) -> tuple[int, int]:
+    """Tokens before the first flag that counts, and up to the last; the first of all does not count."""
+    counted = [at for at, flag in enumerate(flags) if flag and at]
+    return (counted[0], counted[-1] + 1) if counted else (len(flags), 0)
 
 
 def _lengths(ids: list[list[int]]) -> np.ndarray:
@@ -350,43 +524,18 @@ def _shared(prompt: list[int], whole: list[int]) -> int:
     )
 
 
-def _tokenise_plain(batch: Batch, rows: list[int]) -> Tokens:
-    setup = batch.setup
-    texts = [batch.columns[setup.plain][row] for row in rows]
-    chat = _is_chat(batch, rows[0], texts)
-    eos = setup.tokenizer.eos_token or ""
-    if chat:
-        texts = [_render(setup, batch.start + row, text) for row, text in zip(rows, texts, strict=True)]
-    elif setup.trl:
-        texts = [text if text.endswith(eos) else text + eos for text in texts]
-    ids = _encode(setup.tokenizer, texts, chat)
-    # Nothing predicts the first token.
-    return Tokens(ids, np.ones(len(ids), dtype=int), _lengths(ids))
-
-
-def _tokenise_prompts(batch: Batch, rows: list[int]) -> Tokens:
-    """Prompts whose answers are still to be written, by one token at least."""
-    setup = batch.setup
-    texts = [batch.columns["prompt"][row] for row in rows]
-    chat = _is_chat(batch, rows[0], texts)
-    if chat:
-        opened = zip(rows, texts, strict=True)
-        texts = [_render(setup, batch.start + row, t, add_generation_prompt=True) if t else "" for row, t in opened]
-    ids = _encode(setup.tokenizer, texts, chat)
-    start = np.maximum(_lengths(ids), 1)  # where there is nothing, writing starts from one special token
-    return Tokens(ids, start, start + 1)
-
-
 def _from_labels(batch: Batch, rows: list[int]) -> Tokens:
     """A tokenised row carries loss from its first counted label on; labels lie one ahead of what predicts them."""
     ids = [as_list(batch.columns["input_ids"][row]) for row in rows]
-    masks = batch.columns.get("completion_mask")
+    masks = [batch.columns[name] for name in batch.setup.masks]
     if batch.labels is not None:
         counted = [[label != IGNORED for label in one] for one in batch.labels]
+    elif masks:  # a token counts where all of them say so
+        counted = [[all(flags) for flags in zip(*(as_list(mask[row]) for mask in masks), strict=False)] for row in rows]
     else:
-        counted = [as_list(masks[row]) for row in rows] if masks else [[True] * len(one) for one in ids]
-    start = [next((at for at, flag in enumerate(one) if flag and at), len(one)) for one in counted]
-    return Tokens(ids, np.array(start), _lengths(counted))
+        counted = [[True] * len(one) for one in ids]
+    bounds = np.array([_bounds(one) for one in counted]).reshape(-1, 2)
+    return Tokens(ids, bounds[:, 0], bounds[:, 0], bounds[:, 1], _lengths(counted))
 
 
 def as_list(value) -> list:
