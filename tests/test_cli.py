@@ -284,11 +284,22 @@ def test_a_broken_line_is_named(put, tokenizer_dir, capsys):
         ('{"prompt": "a"}\n{"prompt": ' + "9" * 5000 + "}", "line 2: a number that cannot be read (Exceeds the limit"),
         ('{"prompt": "a"}\n' + "[" * 100_000, "line 2: brackets nested too deeply to be read"),
         ("\n\n", "odd.jsonl: holds no rows"),
+        ('{"prompt": "a"}\n\n3\n', "odd.jsonl, line 3: expected a row as {column: value}, got int"),
     ],
 )
 def test_what_cannot_be_read_is_named_by_file_and_line(content, words, put, tokenizer_dir, capsys):
     assert cli.main(["preflight", put("odd.jsonl", content), "--tokenizer", tokenizer_dir]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("labels", "rows"), [(["True", "False", ""], {"bad_label": [2]}), (["1", "1"], {"one_class_labels": [0, 1]})]
+)
+def test_csv_rows_have_labels_that_are_true_or_false(labels, rows, put, tokenizer_dir, capsys):
+    file = put("rows.csv", "\n".join(["prompt,completion,label", *[f"2,4,{label}" for label in labels]]))
+    assert cli.main(["preflight", file, "--tokenizer", tokenizer_dir, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)["findings"]
+    assert {finding["code"]: finding["rows"] for finding in told} == rows
 
 
 def test_csv_rows_have_rewards_in_numbers(put, tokenizer_dir, capsys):

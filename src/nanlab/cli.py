@@ -146,14 +146,20 @@ def read_rows(path: Path):
 
 
 def _read_text(path: Path) -> list:
-    return [row for _, row in files.READERS[path.suffix.lower()](path)]
+    table = files.READERS[path.suffix.lower()](path)
+    for place, row in table:
+        if not isinstance(row, dict):
+            raise InputError(f"{place}: expected a row as {{column: value}}, got {type(row).__name__}")
+    return [row for _, row in table]
 
 
 def _read_csv(path: Path) -> list:
     from nanlab.rows import NUMBERS
 
-    rows = _read_text(path)
-    return [{name: _number(cell) if name in NUMBERS else cell for name, cell in row.items()} for row in rows]
+    kinds = {**dict.fromkeys(NUMBERS, _number), "label": _label}
+    return [
+        {name: kinds[name](cell) if name in kinds else cell for name, cell in row.items()} for row in _read_text(path)
+    ]
 
 
 def _number(cell: str | None) -> float | str | None:
@@ -161,6 +167,12 @@ def _number(cell: str | None) -> float | str | None:
         return float(cell)
     except (TypeError, ValueError):
         return cell  # an empty cell, a word: the check of the rewards says which row
+
+
+def _label(cell: str | None) -> bool | float | str | None:
+    """As pandas reads it, and so `datasets`."""
+    spelt = {"true": True, "false": False}
+    return spelt[cell.lower()] if cell and cell.lower() in spelt else _number(cell)
 
 
 def _read_parquet(path: Path):
