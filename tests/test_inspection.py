@@ -322,6 +322,8 @@ def with_half_layer_norm():
 def with_float8():
     model = make_model()
     model.stored = torch.nn.Parameter(torch.randn(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    model.norm = frozen(torch.nn.LayerNorm(4))
+    model.norm.weight.data = torch.zeros(4).to(torch.float8_e4m3fn)
     return model
 
 
@@ -465,7 +467,7 @@ DROPPED = {
     ),
     "assistant only": (
         SFTTrainer,
-        [ASKED, LONG_ASKED],
+        [{**ASKED, "text": "two"}, {**LONG_ASKED, "text": "two"}],
         marking_tokenizer(),
         {"max_length": 30, "assistant_only_loss": True},
         [1],

@@ -708,12 +708,13 @@ def _answer_to(module, value: float):
 
     if isinstance(module, torch.nn.modules.batchnorm._NormBase):
         return None
-    row = torch.full((1, 1, *module.weight.shape), value, dtype=module.weight.dtype, device=module.weight.device)
+    weight = module.weight
+    row = torch.full((1, 1, *weight.shape), value, device=weight.device)
     row[..., ::2] *= -2  # not constant unless it is 0
     try:
         with torch.no_grad():
-            return module(row)
-    except (TypeError, RuntimeError):  # a layer that wants more than one input: nothing can be said
+            return module(row.to(weight.dtype))
+    except (TypeError, RuntimeError):  # a layer that wants more than one input, or float8: nothing can be said
         return None
 
 

@@ -136,8 +136,9 @@ class Setup:
 
     @cached_property
     def plain(self) -> str:
-        """The one column that is read where there are no answers."""
-        return next(name for name in ("text", "messages", "prompt") if name in self.columns)
+        """The one column that is read where there are no answers; TRL prefers messages."""
+        order = ("messages", "text", "prompt") if self.trl else ("text", "messages", "prompt")
+        return next(name for name in order if name in self.columns)
 
     @cached_property
     def prompts_only(self) -> bool:
@@ -387,7 +388,7 @@ class Script(NamedTuple):
     """What is tokenised of a row: the prompt and the prompt with each answer, or its one text."""
 
     texts: tuple[str, ...]
-    marks: Sequence[int] = ()  # one a token, 1 where the assistant speaks; only where nothing else carries loss
+    marks: Sequence[int] = ()  # one a token, 1 where the assistant speaks; only where the loss is of that alone
 
 
 class _Refused(Exception):
@@ -498,6 +499,7 @@ def _tokenise_plain(batch: Batch) -> Tokens:
 
 
 def _located(batch: Batch, ids: list[list[int]], start: np.ndarray) -> Tokens:
+    """Loss is of the answer, of everything, or of what the assistant says."""
     total = _lengths(ids)
     first, last = np.maximum(start if batch.setup.completion_only else 0, 1), total
     if batch.setup.assistant_only:
