@@ -140,6 +140,16 @@ def test_a_clone_keeps_mode_and_dtype_and_the_random_state():
     assert_close(inverse, model.gpt_neox.rotary_emb.inv_freq, atol=0, rtol=0)
 
 
+def test_a_clone_of_a_model_of_two_types_is_not_rounded():
+    model = make_model().bfloat16()
+    model.lm_head.float()
+    model.lm_head.weight.data.add_(1e-4)  # bf16 does not hold it
+    twin = clone(model)
+    assert_close(twin.state_dict(), model.state_dict(), atol=0, rtol=0)  # compares types too
+    assert_close(dict(twin.named_buffers()), dict(model.named_buffers()), atol=0, rtol=0)
+    assert {p.dtype for p in clone(model, torch.float64).parameters()} == {torch.float64}
+
+
 def test_a_clone_takes_over_a_changed_buffer():
     """A buffer outside the state dict, with NaN planted in it, is part of the model too."""
     model = make_model()

@@ -469,6 +469,24 @@ def test_all_weights_come_back_from_a_checkpoint(kind, tmp_path, tokenizer, rows
     assert not resumed.model.get_output_embeddings().weight.equal(make_model().get_output_embeddings().weight)
 
 
+@pytest.mark.parametrize("trained", ["gpt_neox.final_layer_norm", "lm_head"])  # the head has another name in the file
+def test_weights_of_two_types_come_back_from_a_checkpoint_unrounded(trained, tmp_path, tokenizer, rows):
+    """A frozen model in bf16 with one layer in fp32, the one that is trained."""
+
+    def train(folder, checkpoint=None):
+        model = make_model().bfloat16().requires_grad_(False)
+        layer = model.get_submodule(trained).float().requires_grad_(True)
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-4, "bf16": True}
+        trainer = make_trainer("token-tpo", folder, tokenizer, rows, model=model, **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert layer.weight.dtype == torch.float32
+        assert not layer.weight.bfloat16().float().equal(layer.weight)  # rounding would show
+        return layer.weight
+
+    whole = train(tmp_path)
+    assert_close(train(tmp_path / "again", str(tmp_path / "checkpoint-2")), whole, atol=0, rtol=0)
+
+
 def test_the_best_model_comes_back_whole(tmp_path, tokenizer, rows):
     every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}

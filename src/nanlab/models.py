@@ -64,15 +64,17 @@ def clone(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.
     original (TRL's trainers do). The deep copy then runs the *old* model's weights and never trains.
 
     Args:
-        dtype: casts the weights; rotary tables keep the precision that transformers gives them.
+        dtype: casts the weights, all to one type; rotary tables keep the precision that transformers gives them. By
+            default everything keeps its own type, also in a model of several.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # building draws random weights
         twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype or model.dtype)
+    for own, other in zip(twin.parameters(), model.parameters(), strict=True):
+        own.data = own.data.to(own.dtype if dtype else other.dtype)
+        own.requires_grad_(other.requires_grad)
     twin.load_state_dict(model.state_dict())
     for name, buffer in model.named_buffers():  # a state dict lacks the non-persistent ones
         own = twin.get_buffer(name)
-        own.data = buffer.detach().to(own.device, own.dtype, copy=True)
-    for own, other in zip(twin.parameters(), model.parameters(), strict=True):
-        own.requires_grad_(other.requires_grad)
+        own.data = buffer.detach().to(own.device, own.dtype if dtype else buffer.dtype, copy=True)
     twin.generation_config = copy.deepcopy(model.generation_config)
     return twin.to(model.device).train(model.training)

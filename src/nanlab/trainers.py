@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -136,22 +137,33 @@ class _OneLoss:
         return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        self._not_found = []
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._load_renamed_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        self._not_found = []
         super()._load_best_model()
         self._load_renamed_weights(self.state.best_model_checkpoint)
 
+    def _issue_warnings_after_load(self, load_result) -> None:
+        super()._issue_warnings_after_load(load_result)
+        self._not_found = load_result.missing_keys
+
     def _load_renamed_weights(self, folder: str) -> None:
-        """Load what the Trainer passes over without a word when it resumes.
+        """Load what the Trainer passes over with no more than a warning when it resumes.
 
         It saves weights under the names of the model's hub files (GPT-NeoX: `embed_out`), looks for the names in the
-        model (`lm_head`) and leaves what it does not find as it is (huggingface/transformers#43701, #48805).
+        model (`lm_head`) and leaves what it does not find as it is (huggingface/transformers#43701, #48805). The rest
+        is in place, each weight in its own type.
         """
-        if isinstance(self.model, transformers.PreTrainedModel) and not self.is_fsdp_enabled:
-            saved = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
-            self.model.load_state_dict(saved.state_dict())
+        if not self._not_found or self.is_fsdp_enabled or not isinstance(self.model, transformers.PreTrainedModel):
+            return
+        weights = self.model.state_dict()
+        widest = reduce(torch.promote_types, [weights[name].dtype for name in self._not_found])  # rounds none of them
+        saved, info = type(self.model).from_pretrained(folder, dtype=widest, output_loading_info=True)
+        renamed = {n: w for n, w in saved.state_dict().items() if n in self._not_found and n not in info["missing_keys"]}
+        self.model.load_state_dict(renamed, strict=False)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Beside `loss`, the Trainer's mean over the steps since the last entry, means over the rows of these steps.
