@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import trl
 from datasets import Dataset, DatasetDict
 from torch.testing import assert_close
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl.experimental import tpo
 
 from nanlab import trainers
@@ -309,6 +309,36 @@ def test_each_data_set_has_its_own_count_of_dropped_rows(kind, tmp_path, tokeniz
 
 
 @pytest.mark.parametrize("kind", METHODS)
+def test_the_count_of_dropped_rows_goes_with_the_set_and_not_with_a_name(kind, tmp_path, tokenizer, rows):
+    empty = {"prompt": "?", "chosen": "", "rejected": " ", "reference": None}
+    trainer = make_trainer(kind, tmp_path, tokenizer, [*rows, empty])
+    trainer.eval_dataset = {
+        name: make_trainer(kind, tmp_path, tokenizer, rows, [*rows, *[empty] * n]).eval_dataset
+        for name, n in {"good": 0, "bad": 2}.items()
+    }
+    one = len(data_for(kind, [empty]))
+    counts = {
+        "eval_bad_dropped_rows": trainer.evaluate(), "test_bad_dropped_rows": trainer.evaluate(metric_key_prefix="test"),
+        "eval_dropped_rows": trainer.evaluate("bad"),
+        "test_dropped_rows": trainer.predict(trainer.eval_dataset["bad"].shuffle(seed=0)).metrics,
+    }  # fmt: skip
+    for name, metrics in counts.items():
+        assert metrics[name] == 2 * one, name
+    assert trainer.evaluate()["eval_good_dropped_rows"] == 0
+    assert trainer.evaluate(trainer.train_dataset)["eval_dropped_rows"] == one
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_evaluate_sees_the_last_short_batch(kind, tmp_path, tokenizer, rows):
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows, dataloader_drop_last=True, per_device_train_batch_size=5)
+    expected = plain_metrics(kind, tokenizer, rows, make_model(), make_model(seed=1) if kind == "dpo" else None)
+    for size in (5, 64):
+        trainer.args.per_device_eval_batch_size = size
+        assert_metrics(trainer.evaluate(), expected)
+    assert len(trainer.get_train_dataloader()) == len(trainer.train_dataset) // 5  # training leaves it out as asked
+
+
+@pytest.mark.parametrize("kind", METHODS)
 def test_the_training_log_is_the_same_loss(kind, tmp_path, tokenizer, rows):
     """At learning rate 0 the loss of one step over all rows is the evaluation loss, and so are its parts."""
     size = len(data_for(kind, rows))
@@ -438,6 +468,14 @@ def test_lora_uses_the_model_without_adapter_as_reference(tmp_path, tokenizer, r
         assert_close(base[name], parameter, atol=0, rtol=0)
     merged = copy.deepcopy(trainer.model).merge_and_unload()
     assert_metrics(after, plain_metrics("dpo", tokenizer, rows, merged, make_model()))
+
+
+@pytest.mark.parametrize("seed", [1, None])  # None: no reference is given
+def test_a_compiled_model_is_scored_the_same(seed, tmp_path, tokenizer, rows):
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "per_device_eval_batch_size": 4}
+    reference = None if seed is None else make_model(seed)
+    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, keywords={"ref_model": reference}, **options)
+    assert_metrics(trainer.evaluate(), plain_metrics("dpo", tokenizer, rows, make_model(), make_model(seed or 0)))
 
 
 @pytest.mark.parametrize("kind", ["dpo", "dpo with sft"])
@@ -628,6 +666,30 @@ def test_a_loss_named_twice_counts_twice(kinds, weights, factors, tmp_path, toke
     preference, nll = expected["preference_loss"], expected["nll"]
     assert metrics["eval_loss"] == pytest.approx(factors[0] * preference + factors[1] * nll, rel=1e-5)
     assert metrics["eval_preference_loss"] == pytest.approx(preference, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_router_loss_is_refused_and_not_forgotten(kind, tmp_path, tokenizer, rows):
+    """A mixture of experts asks for it in its config alone; with coefficient 0 there is none."""
+
+    def trainer(coefficient):
+        config = MixtralConfig(
+            vocab_size=1536, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=0,
+            pad_token_id=1, output_router_logits=True, router_aux_loss_coef=coefficient,
+        )  # fmt: skip
+        return make_trainer(kind, tmp_path, tokenizer, rows, model=MixtralForCausalLM(config).eval())
+
+    with pytest.raises(InputError, match=r"^router_aux_loss_coef: \w+ computes no router loss .* set it to 0\.0 in"):
+        trainer(0.5)
+    assert math.isfinite(trainer(0.0).evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"])
+def test_a_function_that_would_never_be_called_is_refused(kind, name, tmp_path, tokenizer, rows):
+    with pytest.raises(InputError, match=f"^{name}: {KINDS[kind][0].__name__} never calls it; leave it out"):
+        make_trainer(kind, tmp_path, tokenizer, rows, keywords={name: lambda *args: {}})
 
 
 def test_token_tpo_asks_for_the_tokenizer(tmp_path, rows):

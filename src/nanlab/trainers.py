@@ -49,6 +49,10 @@ def _per_row(values: Tensor) -> RowSum:
     return RowSum(values, torch.ones_like(values))
 
 
+# Arguments of the Trainer for what it computes out of logits. `evaluate()` keeps none, and there is one loss.
+_NEVER_CALLED = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
+
+
 class _OneLoss:
     """What the three trainers share: one loss for training and evaluation, and averages that know their weights.
 
@@ -59,14 +63,32 @@ class _OneLoss:
     loss_is_scaled_for_ga = None  # TRL's DPO says False; ours is scaled where it was given the step's weights
 
     def __init__(self, *args, **kwargs):
+        for name in _NEVER_CALLED:
+            if kwargs.get(name) is not None:
+                raise InputError(f"{name}: {type(self).__name__} never calls it; leave it out, or override row_terms")
         self.dropped_rows: dict[str, int] = {}  # name of a data set: rows dropped from it
+        self._dropped = 0  # from the set that is evaluated
         # Without logging nobody takes the training rows away: keep the last ones only.
         self._tables = {"train": deque(maxlen=10_000), "eval": []}
         super().__init__(*args, **kwargs)
+        self._check_router()
         # Several GPUs in one process would split a batch among threads (DataParallel), and no loss sees all its rows.
         self.args._n_gpu = min(1, self.args.n_gpu)
         self._train_batch_size = self.args.train_batch_size
         self.model_accepts_loss_kwargs = True  # the Trainer shall not divide by the number of micro-batches as well
+
+    def _check_router(self) -> None:
+        """A mixture of experts may ask for a loss that spreads the tokens over them, in its config alone.
+
+        TRL's DPO takes the config's coefficient if it is given none, and says so in `aux_loss_enabled`.
+        """
+        config = self.model.config.get_text_config()
+        asked = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0)
+        if getattr(self, "aux_loss_enabled", asked):
+            raise InputError(
+                f"router_aux_loss_coef: {type(self).__name__} computes no router loss of a mixture of experts; set it "
+                "to 0.0 in the arguments of DPO, else in the model's config"
+            )
 
     def row_weights(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weight of each term of the loss in each row, `[B]`: known before the model runs."""
@@ -128,11 +150,26 @@ class _OneLoss:
     def _prepare_eval(self, eval_dataset):
         return eval_dataset  # TRL's trainers do it in their evaluate()
 
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self._every_row(super().get_eval_dataloader, eval_dataset)
+
+    def get_test_dataloader(self, test_dataset):
+        return self._every_row(super().get_test_dataloader, test_dataset)
+
+    def _every_row(self, make: Callable, dataset):
+        """A data loader of every row: `dataloader_drop_last` is for training, where a row's turn comes again."""
+        chosen = self.eval_dataset if dataset is None else dataset
+        self._dropped = _dropped_from(self.eval_dataset[chosen] if isinstance(chosen, str) else chosen)
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return make(dataset)
+        finally:
+            self.args.dataloader_drop_last = drop_last
+
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         self._tables["eval"].clear()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        name = metric_key_prefix.removeprefix("eval_")
-        means = {**self._means("eval"), "dropped_rows": self.dropped_rows.get(name, self.dropped_rows.get("eval", 0))}
+        means = {**self._means("eval"), "dropped_rows": self._dropped}
         output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
         return output
 
@@ -162,8 +199,8 @@ class _OneLoss:
         weights = self.model.state_dict()
         widest = reduce(torch.promote_types, [weights[name].dtype for name in self._not_found])  # rounds none of them
         saved, info = type(self.model).from_pretrained(folder, dtype=widest, output_loading_info=True)
-        renamed = {n: w for n, w in saved.state_dict().items() if n in self._not_found and n not in info["missing_keys"]}
-        self.model.load_state_dict(renamed, strict=False)
+        renamed = set(self._not_found) - set(info["missing_keys"])
+        self.model.load_state_dict({n: w for n, w in saved.state_dict().items() if n in renamed}, strict=False)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Beside `loss`, the Trainer's mean over the steps since the last entry, means over the rows of these steps.
@@ -311,6 +348,18 @@ def _check_columns(dataset, name: str, needed: tuple[str, ...]) -> None:
         )
 
 
+_DROPPED = "rows_dropped_from_this_set"
+
+
+def _with_count(dataset: Dataset, dropped: int) -> Dataset:
+    """Every row of a prepared set carries it: so it is known whatever the set's name, and of a part of it."""
+    return dataset.add_column(_DROPPED, [dropped] * len(dataset))
+
+
+def _dropped_from(dataset) -> int:
+    return int(sum(dataset[:1].get(_DROPPED, ()))) if isinstance(dataset, Dataset) else 0
+
+
 class _DropsEmptyRows:
     """For TRL's preference trainers: drop rows without a completion token when a dataset is prepared, and count them.
 
@@ -337,7 +386,7 @@ class _DropsEmptyRows:
         how = {"completions": self.completions, "mode": getattr(args, "truncation_mode", "keep_start")}
         dataset = _keep_with_tokens(dataset, dataset_name, len(texts), args.max_length, **how)
         self.dropped_rows[dataset_name] = before - len(dataset)
-        return dataset
+        return _with_count(dataset, before - len(dataset))
 
 
 @contextmanager
@@ -455,11 +504,12 @@ class DPOTrainer(_OneLoss, _DropsEmptyRows, trl.DPOTrainer):
     def _reference(self, inputs) -> tuple[Tensor, Tensor]:
         if "ref_chosen_logps" in inputs:
             return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
-        return self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+        return self.compute_ref_log_probs(inputs)
 
     def compute_ref_log_probs(self, *args):
         """Log-probs of chosen and rejected, each `[B]`, under the reference. Also TRL's entry for precomputing them."""
-        model, inputs = (self.ref_model or self.model, *args)[-2:]  # older TRL passes the inputs alone
+        own = self.model if self.ref_model is None else self.ref_model  # `or` asks a compiled model for its length
+        model, inputs = (own, *args)[-2:]  # older TRL passes the inputs alone
         adapters = _reference_adapter(self.accelerator.unwrap_model(model)) if self.ref_model is None else nullcontext()
         batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
         with torch.no_grad(), adapters, self.accelerator.autocast():
@@ -482,7 +532,8 @@ def _dpo_objective(args: DPOConfig) -> dict[str, float]:
 
 
 def _base(model):
-    """The transformers model inside a PEFT model; another model as it is."""
+    """The transformers model inside a compiled or PEFT model; another model as it is."""
+    model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -573,7 +624,7 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
         columns = {"prompt_ids", "completion_ids"}
         dataset = dataset.remove_columns([c for c in dataset.column_names if c not in columns])
         dataset = dataset.map(_truncate, fn_kwargs={"max_length": max_length})
-        return dataset.add_column("advantages", advantages.tolist())
+        return _with_count(dataset.add_column("advantages", advantages.tolist()), self.dropped_rows[name])
 
     def _set_signature_columns_if_needed(self):
         self._signature_columns = ["prompt_ids", "completion_ids", "advantages"]
