@@ -354,9 +354,47 @@ def test_the_training_log_is_the_same_loss(kind, tmp_path, tokenizer, rows):
         assert logged[name] == pytest.approx(evaluated[f"eval_{name}"], abs=1e-4), name
 
 
-def test_training_rows_do_not_pile_up_without_logging(tmp_path, tokenizer, rows):
-    trainer = make_trainer("tpo", tmp_path, tokenizer, rows, logging_strategy="no")
-    assert trainer._tables["train"].maxlen == 10_000
+def test_a_log_entry_is_the_mean_over_any_number_of_micro_batches(tmp_path, tokenizer, rows):
+    """And the rows do not pile up where nobody logs."""
+    trainer = make_trainer("token-tpo", tmp_path, tokenizer, rows)
+    trainer.model.train()
+    for i in range(12_000):
+        loss = torch.tensor([1.0 if i < 1_000 else 0.0, torch.nan])
+        trainer._record({"policy_loss": trainers.RowSum(loss, torch.ones(2))})
+    assert len(trainer._seen["train"]._tables) < 2_000
+    logs = {"loss": 0.0}
+    trainer.log(logs)
+    assert logs["policy_loss"] == pytest.approx(1 / 12, rel=1e-12)
+    assert logs["excluded_rows"] == 12_000
+    logs = {"loss": 0.0}
+    trainer.log(logs)
+    assert "policy_loss" not in logs  # they were taken
+
+
+def test_a_second_training_logs_its_own_rows_only(tmp_path, tokenizer, rows):
+    """The first one ends between two log entries. Then the head is 0, and a token costs ln 1536."""
+    trainer = make_trainer("tpo", tmp_path, tokenizer, rows, max_steps=5, logging_steps=3, learning_rate=0.0)
+    trainer.train()
+    trainer.model.get_output_embeddings().weight.data.zero_()
+    trainer.train()
+    first = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert first["nll"] == pytest.approx(math.log(1536), rel=1e-6)
+    assert first["rewards/accuracies"] < 1  # of several rows, not all alike
+
+
+@pytest.mark.parametrize("kind", ["tpo without gold", "dpo"])
+def test_every_mean_is_over_the_same_rows(kind, tmp_path, tokenizer, rows):
+    """A token that is ruled out in a rejected answer: log-prob −inf, and the loss of the pair is a perfect 0."""
+    others = {i for row in rows for text in row.values() for i in tokenizer(text)["input_ids"]}
+    text = next(c for c in map(chr, range(33, 126)) if not set(tokenizer(c)["input_ids"]) & others)
+    token, model = torch.tensor(tokenizer(text)["input_ids"]), make_model()
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, token, -math.inf))
+    dirty = [*rows, {**rows[0], "rejected": text + rows[0]["rejected"]}]
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows, dirty, model)
+    metrics, clean = trainer.evaluate(), trainer.evaluate(Dataset.from_list(rows))
+    assert metrics["eval_excluded_rows"] == 1
+    for name in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
+        assert metrics[f"eval_{name}"] == pytest.approx(clean[f"eval_{name}"], rel=1e-5), name
 
 
 # --- training -------------------------------------------------------------------------------------------------------

@@ -6,16 +6,15 @@ Three rules, the same for all of them:
 2. A row without a completion token has no loss. It is dropped beforehand and counted (`eval_dropped_rows`).
 3. Every average is a sum over a count: rows weigh one, per-token losses weigh their tokens. The result does not move
    with the batch size, the order of the rows or the number of ranks, nor does a training step with how its rows are
-   cut into micro-batches. A row whose loss is not finite is left out of the evaluation and counted
-   (`eval_excluded_rows`); if no row is left, the loss is NaN, not 0.
+   cut into micro-batches. A row with a number that is not finite, its loss or a log-prob, is left out of every
+   average and counted (`eval_excluded_rows`); if no row is left, the loss is NaN, not 0.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
@@ -49,6 +48,53 @@ def _per_row(values: Tensor) -> RowSum:
     return RowSum(values, torch.ones_like(values))
 
 
+class _Means:
+    """Weighted means over the rows of any number of batches.
+
+    Tables of rows wait on the device, since turning them into numbers would stall a GPU at every step. When there are
+    `AT_ONCE` of them they are added up: memory does not grow with the batches, and no row is forgotten.
+    """
+
+    AT_ONCE = 1_000
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._tables or self._means)
+
+    def clear(self) -> None:
+        self._tables: list[Tensor] = []
+        self._means: dict[str, WeightedMean] = {}
+        self._excluded = 0
+
+    def add(self, names: Iterable[str], table: Tensor) -> None:
+        """`table`: `[rows, 2 · names]`, sum and weight of each named quantity."""
+        self._names = list(names)
+        self._tables.append(table)
+        if len(self._tables) == self.AT_ONCE:
+            self._add_up()
+
+    def take(self) -> tuple[dict[str, float], int]:
+        """The means, all over the same rows: those whose numbers are all finite. And how many other rows there were."""
+        self._add_up()
+        taken = {name: mean.compute() for name, mean in self._means.items()}, self._excluded
+        self.clear()
+        return taken
+
+    def _add_up(self) -> None:
+        if not self._tables:
+            return
+        rows = torch.cat(self._tables).cpu().double()
+        self._tables.clear()
+        finite = rows.isfinite().all(1)
+        self._excluded += int((~finite).sum())
+        columns = rows[finite].T.unflatten(0, (len(self._names), 2))
+        for name, (sums, weights) in zip(self._names, columns, strict=True):
+            values = torch.where(weights > 0, sums / weights, torch.nan)  # without weight they do not count
+            self._means.setdefault(name, WeightedMean()).update(values, weights)
+
+
 # Arguments of the Trainer for what it computes out of logits. `evaluate()` keeps none, and there is one loss.
 _NEVER_CALLED = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
 
@@ -68,8 +114,7 @@ class _OneLoss:
                 raise InputError(f"{name}: {type(self).__name__} never calls it; leave it out, or override row_terms")
         self.dropped_rows: dict[str, int] = {}  # name of a data set: rows dropped from it
         self._dropped = 0  # from the set that is evaluated
-        # Without logging nobody takes the training rows away: keep the last ones only.
-        self._tables = {"train": deque(maxlen=10_000), "eval": []}
+        self._seen = {"train": _Means(), "eval": _Means()}
         super().__init__(*args, **kwargs)
         self._check_router()
         # Several GPUs in one process would split a batch among threads (DataParallel), and no loss sees all its rows.
@@ -97,6 +142,10 @@ class _OneLoss:
     def row_terms(self, model, inputs: dict[str, Tensor]) -> dict[str, RowSum]:
         """The terms of the loss and the metrics, by row. The terms in `objective` carry the gradient."""
         raise NotImplementedError
+
+    def train(self, *args, **kwargs):
+        self._seen["train"].clear()  # an earlier training may have ended between two log entries
+        return super().train(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
         """The micro-batches of a step, and what divides each term of the loss in every one of them.
@@ -167,7 +216,7 @@ class _OneLoss:
             self.args.dataloader_drop_last = drop_last
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        self._tables["eval"].clear()
+        self._seen["eval"].clear()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         means = {**self._means("eval"), "dropped_rows": self._dropped}
         output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
@@ -208,7 +257,7 @@ class _OneLoss:
         The terms times their coefficients add up to the loss of one step. Over several steps a long one, with more
         tokens, weighs more in the terms and not in `loss`.
         """
-        if "loss" in logs and self._tables["train"]:
+        if "loss" in logs and self._seen["train"]:
             logs.update({name: mean for name, mean in self._means("train").items() if name != "loss"})
         super().log(logs, *args, **kwargs)
 
@@ -225,37 +274,22 @@ class _OneLoss:
         return torch.where(count > 0, total / count.clamp(min=1e-12), torch.nan)
 
     def _record(self, terms: dict[str, RowSum]) -> None:
-        """Keep the batch's rows, on the device: turning them into numbers here would stall a GPU at every step."""
-        self._names = list(terms)
         columns = [column.detach().float() for term in terms.values() for column in term]
         table = torch.stack(columns, dim=1)  # [B, 2 · terms]
         if self.model.training:
-            self._tables["train"].append(self.accelerator.gather(table))
+            self._seen["train"].add(terms, self.accelerator.gather(table))
         else:  # without the rows that pad the last batch of some ranks
-            self._tables["eval"].append(self.accelerator.gather_for_metrics(table))
+            self._seen["eval"].add(terms, self.accelerator.gather_for_metrics(table))
 
     def _means(self, mode: str) -> dict[str, float]:
-        """All recorded rows as weighted means; a row with a non-finite loss is left out of every mean."""
-        if not self._tables[mode]:
-            return {"loss": float("nan"), "excluded_rows": 0}
-        rows = torch.cat(list(self._tables[mode])).cpu().double()
-        self._tables[mode].clear()
-        columns = dict(zip(self._names, rows.unflatten(1, (-1, 2)).unbind(1), strict=True))  # name: [rows, 2]
-        finite = torch.stack([columns[name][:, 0].isfinite() for name in self.objective]).all(0)
-        means = {name: _weighted_mean(column[finite]) for name, column in columns.items()}
-        loss = sum(coefficient * means[name] for name, coefficient in self.objective.items())
-        return {"loss": loss, **means, "excluded_rows": int((~finite).sum())}
-
-
-def _weighted_mean(column: Tensor) -> float:
-    sums, weights = column.unbind(1)
-    mean = WeightedMean()
-    mean.update(torch.where(weights > 0, sums / weights, torch.nan), weights)
-    return mean.compute()
+        """The loss and the means of all rows since the last call; NaN and no other means if there was none."""
+        means, excluded = self._seen[mode].take()
+        loss = sum(coefficient * means.get(name, math.nan) for name, coefficient in self.objective.items())
+        return {"loss": loss, **means, "excluded_rows": excluded}
 
 
 def _preference_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, RowSum]:
-    """Reward metrics under TRL's names. (NaN > 0 is False, an accuracy of 0; but such a row's loss leaves it out.)"""
+    """Reward metrics under TRL's names. (NaN > 0 is False, an accuracy of 0; but such a row is left out.)"""
     margins = chosen - rejected
     accuracies = (margins > 0).float()
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
