@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from nanlab import cli, full_run
 from nanlab.course.materials import load_model, load_preferences, tiny_tokenizer
@@ -453,6 +453,7 @@ FILES = {
     "missing.json": json.dumps([{k: v for k, v in row.items() if k != "rejected"} for row in ROWS]),
     "none.json": json.dumps([*ROWS[:3], {**ROW, "chosen": None}, *ROWS[4:]]),
     "empty.json": json.dumps([*ROWS[:3], {**ROW, "chosen": ""}, *ROWS[4:]]),
+    "half.json": json.dumps([*ROWS[:3], {**ROW, "chosen": " four \ud83d"}, *ROWS[4:]]),
     "no-rows.json": "[]",
     "deep.json": "[" * 100_000,
     "deep.jsonl": "[" * 100_000,
@@ -481,6 +482,10 @@ BAD = {
     "missing column": (["--method", "dpo", "--dataset", "{folder}/missing.json"], ["missing.json", "rejected"]),
     "None": (["--method", "dpo", "--dataset", "{folder}/none.json"], ["none.json", "row 3", "chosen"]),
     "empty text": (["--method", "dpo", "--dataset", "{folder}/empty.json"], ["empty.json", "row 3", "chosen"]),
+    "half a character": (
+        ["--method", "dpo", "--dataset", "{folder}/half.json"],
+        ["half.json, row 3", "holds '\\ud83d'"],
+    ),
     "no rows": (["--method", "dpo", "--dataset", "{folder}/no-rows.json"], ["no-rows.json"]),
     "deep": (["--method", "dpo", "--dataset", "{folder}/deep.json"], ["deep.json: ", "nested too deeply"]),
     "deep line": (["--method", "dpo", "--dataset", "{folder}/deep.jsonl"], ["deep.jsonl, line 1", "nested"]),
@@ -534,6 +539,35 @@ def test_a_tokenizer_of_another_model(tmp_path, capsys):
     assert "its vocabulary has 100 tokens" in line
     assert "use the tokenizer that belongs to it" in line
     assert snapshot(tmp_path) == before
+
+
+def test_a_tokenizer_without_eos(tmp_path, capsys):
+    model, tokenizer = load_model("tiny")
+    tokenizer.eos_token = None
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    before = snapshot(tmp_path)
+    for method in METHODS:
+        arguments = ["run", "--method", method, "--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
+        assert cli.main(arguments) == 2
+        assert "its tokenizer has no eos_token" in told(capsys)
+        assert snapshot(tmp_path) == before
+
+
+def test_a_model_with_fewer_positions_than_the_rows_need(tmp_path, capsys):
+    """With rows that are cut to fit it runs to the end, though a prompt and its answer may need more."""
+    config = GPT2Config(n_positions=24, n_embd=32, n_layer=1, n_head=2, vocab_size=1536, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    before = snapshot(tmp_path)
+    arguments = ["run", "--method", "tpo", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
+    assert cli.main(arguments) == 2
+    line = told(capsys)
+    assert "has 24 positions, and the longest row has 4" in line
+    assert "use --max-length 24 or another model" in line
+    assert snapshot(tmp_path) == before
+    assert cli.main([*arguments, "--max-length", "24", "--steps", "1"]) in (0, 1)
+    assert (tmp_path / "run" / "result.json").is_file()
 
 
 def test_tokens_that_no_row_has_may_be_missing_in_the_model(tmp_path):

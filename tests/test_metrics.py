@@ -6,6 +6,7 @@ import math
 import pickle
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -136,7 +137,10 @@ def test_a_dimension_of_size_one_is_no_riddle():
     assert mean.compute() == 2.0
 
 
-NO_NUMBERS = [None, "a", [1.0, None], [[1.0], [2.0, 3.0]], {"a": 1}, 1 + 2j, 10**400, torch.ones(2, device="meta")]
+NO_NUMBERS = [
+    None, "a", [1.0, None], [[1.0], [2.0, 3.0]], {"a": 1}, 1 + 2j, 10**400, torch.ones(2, device="meta"),
+    torch.tensor([1 + 2j]), np.array([1 + 2j]), [1 + 2j], torch.ones(2).to_sparse(), torch.eye(2).to_sparse_csr(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("what", NO_NUMBERS, ids=lambda what: type(what).__name__)

@@ -318,10 +318,11 @@ def test_the_count_of_dropped_rows_goes_with_the_set_and_not_with_a_name(kind, t
     }
     one = len(data_for(kind, [empty]))
     counts = {
-        "eval_bad_dropped_rows": trainer.evaluate(), "test_bad_dropped_rows": trainer.evaluate(metric_key_prefix="test"),
+        "eval_bad_dropped_rows": trainer.evaluate(),
+        "test_bad_dropped_rows": trainer.evaluate(metric_key_prefix="test"),
         "eval_dropped_rows": trainer.evaluate("bad"),
         "test_dropped_rows": trainer.predict(trainer.eval_dataset["bad"].shuffle(seed=0)).metrics,
-    }  # fmt: skip
+    }
     for name, metrics in counts.items():
         assert metrics[name] == 2 * one, name
     assert trainer.evaluate()["eval_good_dropped_rows"] == 0
@@ -670,8 +671,17 @@ def test_a_text_that_is_none_is_named_with_its_row(kind, value, tmp_path, tokeni
 )  # fmt: skip
 def test_a_reward_or_group_of_another_type_is_named_with_its_row(column, value, wish, tmp_path, tokenizer, rows):
     data = with_value(data_for("token-tpo", rows), 3, column, value)
-    match = rf"^train dataset, row 3: {column} is {re.escape(repr(value))}; give {wish}"
+    row = 0 if column == "group" else 3  # without a group there are no advantages; without a reward the row is dropped
+    match = rf"^train dataset, row {row}: {column} is {re.escape(repr(data[row][column]))}; give {wish}"
     refuses("token-tpo", tmp_path, tokenizer, data, match)
+
+
+@pytest.mark.parametrize("value", [None, math.nan])
+def test_a_row_without_a_group_is_named(value, tmp_path, tokenizer, rows):
+    """All such rows would make one group, or one each."""
+    data = [{**row, "group": value if i == 5 else 0.0} for i, row in enumerate(data_for("token-tpo", rows))]
+    match = f"^train dataset, row 5: group is {value}; give an int or a str$"
+    refuses("token-tpo", tmp_path, tokenizer, Dataset.from_list(data), match)
 
 
 REFUSED = {
@@ -733,3 +743,6 @@ def test_a_function_that_would_never_be_called_is_refused(kind, name, tmp_path, 
 def test_token_tpo_asks_for_the_tokenizer(tmp_path, rows):
     with pytest.raises(InputError, match="processing_class is missing: give"):
         TokenTPOTrainer(make_model(), make_args(TokenTPOConfig, tmp_path), data_for("token-tpo", rows))
+    endless = tiny_tokenizer()
+    endless.eos_token = None
+    refuses("token-tpo", tmp_path, endless, data_for("token-tpo", rows), "^processing_class has no eos_token: set it")

@@ -23,7 +23,7 @@ from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanlab.course.materials import END, PADDING, load_model, load_preferences, scale, to_scored, warm_up
+from nanlab.course.materials import PADDING, load_model, load_preferences, scale, to_scored, warm_up
 from nanlab.course.sources import COLUMNS, one_line
 from nanlab.errors import InputError
 from nanlab.findings import amount
@@ -436,7 +436,7 @@ def _make_start(start: Path, plan: dict[str, Any], data: dict[str, Any]) -> None
         _check_space(start.parent, model)
         if tokenizer.pad_token is None:
             own = PADDING in tokenizer.get_vocab()
-            tokenizer.pad_token = PADDING if own else tokenizer.eos_token or END
+            tokenizer.pad_token = PADDING if own else tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id
         _check_fit(plan, model, tokenizer, data)
         if plan["model"] == "tiny":  # a random model has nothing to lose: first it reads good and bad answers alike
@@ -452,18 +452,45 @@ def _check_fit(plan: dict[str, Any], model, tokenizer, data: dict[str, Any]) -> 
     known, length = set(tokenizer.get_vocab().values()), plan["max_length"]
     if known <= set(tokenizer.all_special_ids):  # what transformers makes up where there are no files
         raise InputError(f"model {plan['model']!r}: holds no tokenizer; save one beside the weights")
+    if tokenizer.eos_token is None:
+        raise InputError(f"model {plan['model']!r}: its tokenizer has no eos_token, which ends an answer; set it there")
     for split, rows in data.items():
         if not any(max(1, len(tokenizer(prompt)["input_ids"])) < length for prompt in rows["prompt"]):
             raise InputError(
                 f"{split} dataset: no row of {len(rows)} has a completion token within max_length={length}; "
                 "raise max_length or shorten the prompts"
             )
+    positions = _positions(model)
+    if positions < length and (longest := _longest(tokenizer, data)) > positions:
+        raise InputError(
+            f"model {plan['model']!r}: has {positions} positions, and the longest row has {min(longest, length)} "
+            f"tokens; use --max-length {positions} or another model"
+        )
     size = model.get_input_embeddings().num_embeddings
     if max(known) >= size and (highest := _highest_id(tokenizer, data)) >= size:
         raise InputError(
             f"model {plan['model']!r}: its vocabulary has {size} tokens, and its tokenizer makes token {highest} of "
             "the rows; use the tokenizer that belongs to it"
         )
+
+
+def _positions(model) -> int:
+    """How many tokens in a row the model was made for; without a limit (ALiBi, state spaces) a very large number."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def _longest(tokenizer, data: dict[str, Any]) -> int:
+    """Tokens of the longest row: prompt, answer and eos."""
+
+    def lengths(texts: list[str | None], **how) -> list[int]:
+        return [len(ids) for ids in tokenizer([text or "" for text in texts], **how)["input_ids"]]
+
+    return 1 + max(
+        prompt + answer
+        for rows in data.values()
+        for column in COLUMNS[1:]
+        for prompt, answer in zip(lengths(rows["prompt"]), lengths(rows[column], add_special_tokens=False), strict=True)
+    )
 
 
 def _highest_id(tokenizer, data: dict[str, Any]) -> int:
@@ -612,15 +639,14 @@ def _gold_batch(tokenizer, rows: dict[str, list[str]], max_length: int) -> dict[
 
 @torch.no_grad()
 def _samples(model, tokenizer, data) -> list[str]:
-    """Greedy answers to three held-out prompts."""
-    answers, was_training = [], model.training
+    """Greedy answers to three held-out prompts; of a prompt that leaves no room for one the end."""
+    answers, was_training, positions = [], model.training, _positions(model)
+    new = min(24, positions // 2)
     model.eval()
     for prompt in data["held_out"]["prompt"][:3]:
         batch = tokenizer(prompt, return_tensors="pt").to(model.device)
-        ids = model.generate(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=24, do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        batch = {name: batch[name][:, new - positions :] for name in ("input_ids", "attention_mask")}
+        ids = model.generate(**batch, max_new_tokens=new, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         answers.append(tokenizer.decode(ids[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip())
     model.train(was_training)
     return answers

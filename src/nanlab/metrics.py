@@ -106,8 +106,12 @@ class WeightedMean:
 
 
 def _numbers(name: str, numbers: Numbers) -> Tensor:
-    """Any number, sequence or tensor as a float64 tensor on the CPU."""
+    """Any number, sequence or dense tensor as a float64 tensor on the CPU."""
+    is_complex = "complex" in str(getattr(numbers, "dtype", ""))  # float64 would take the real part
+    is_sparse = getattr(numbers, "layout", torch.strided) is not torch.strided  # has no place for each number
     try:
+        if is_complex or is_sparse:
+            raise TypeError
         if isinstance(numbers, Tensor):  # to the CPU first: not every device knows float64
             return numbers.detach().cpu().double()
         return torch.as_tensor(numbers, dtype=torch.float64)

@@ -339,20 +339,25 @@ def _keep_with_tokens(dataset: Dataset, name: str, before: int, max_length: int 
 
 
 class _Kind(NamedTuple):
-    """What a column may hold, beside None."""
+    """What a column may hold, and None, which drops the row, unless it is needed."""
 
     fits: Callable[[Any], bool]
     wish: str
+    needed: bool = False
 
 
 def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 _TEXT = _Kind(lambda value: isinstance(value, str), "text")
 _TEXT_OR_CHAT = _Kind(lambda value: isinstance(value, str) or _is_chat(value), "text or a list of messages")
 _NUMBER = _Kind(lambda value: isinstance(value, int | float), "a number, or None where it is missing")
-_GROUP = _Kind(lambda value: isinstance(value, int | float | str), "an int or a str")
+_GROUP = _Kind(lambda value: isinstance(value, int | str) or _is_finite(value), "an int or a str", needed=True)
 
 
 def _is_prepared(dataset) -> bool:
@@ -363,7 +368,7 @@ def _check_rows(dataset, name: str, columns: dict[str, _Kind]) -> None:
     """Before anything is dropped, so that a message names the row as the user counts it."""
     for column, kind in columns.items():
         for i, value in enumerate(dataset[column]):
-            if value is not None and not kind.fits(value):
+            if not kind.fits(value) and (kind.needed or value is not None):
                 raise InputError(f"{name} dataset, row {i}: {column} is {reprlib.repr(value)}; give {kind.wish}")
 
 
@@ -614,6 +619,8 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
         args = args or TokenTPOConfig("token-tpo-output")
         if processing_class is None:
             raise InputError("processing_class is missing: give TokenTPOTrainer the model's tokenizer")
+        if processing_class.eos_token_id is None:
+            raise InputError("processing_class has no eos_token: set it to the token that shall end every completion")
         super().__init__(
             model, args, data_collator=_TokenPolicyCollator(processing_class.pad_token_id or 0),
             train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class, **kwargs,
@@ -668,7 +675,7 @@ _SCORED = {"prompt": _TEXT, "completion": _TEXT, "reward": _NUMBER, "group": _GR
 
 
 def _has_reward(row: dict[str, Any]) -> bool:
-    return row["reward"] is not None and math.isfinite(row["reward"])
+    return _is_finite(row["reward"])
 
 
 def _tokenize(row: dict[str, Any], tokenizer) -> dict[str, list[int]]:

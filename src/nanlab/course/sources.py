@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("prompt", "chosen", "rejected", "reference")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HALF = re.compile("[\ud800-\udfff]")  # a lone surrogate: JSON can hold one, UTF-8 and a tokenizer cannot
 HUB_SECONDS = 6.0
 HELD_OUT_NAMES = ("held_out", "test", "validation")
 
@@ -147,11 +148,13 @@ def _text(row: dict[str, Any], names: tuple[str, ...], place: str) -> str:
 
 def _checked(row: dict[str, Any], name: str, place: str) -> str:
     value = row.get(name)
-    if isinstance(value, str) and value.strip():
+    if isinstance(value, str) and value.strip() and not HALF.search(value):
         return value
     what = "the column is missing" if name not in row else "None" if value is None else "empty text"
     if value is not None and not isinstance(value, str):
         what = f"expected text, got {type(value).__name__}"
+    elif value and (half := HALF.search(value)):
+        what = f"holds {half[0]!a}, half of a character"
     raise InputError(f"{place}, column {name!r}: {what}; fill it in or drop the row")
 
 
