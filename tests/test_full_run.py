@@ -520,6 +520,7 @@ def test_bad_input_is_one_line_status_2_and_no_trace(name, tmp_path, capsys):
 
 def test_a_model_without_a_tokenizer(tmp_path, capsys):
     load_model("tiny")[0].save_pretrained(tmp_path / "weights")
+    capsys.readouterr()  # saving may have shown its progress
     before = snapshot(tmp_path)
     arguments = ["run", "--method", "dpo", "--model", str(tmp_path / "weights"), "--output", str(tmp_path / "run")]
     assert cli.main(arguments) == 2
@@ -532,6 +533,7 @@ def test_a_tokenizer_of_another_model(tmp_path, capsys):
     model.resize_token_embeddings(100)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    capsys.readouterr()  # saving may have shown its progress
     before = snapshot(tmp_path)
     arguments = ["run", "--method", "dpo", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
     assert cli.main(arguments) == 2
@@ -546,6 +548,7 @@ def test_a_tokenizer_without_eos(tmp_path, capsys):
     tokenizer.eos_token = None
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    capsys.readouterr()  # saving may have shown its progress
     before = snapshot(tmp_path)
     for method in METHODS:
         arguments = ["run", "--method", method, "--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
@@ -559,6 +562,7 @@ def test_a_model_with_fewer_positions_than_the_rows_need(tmp_path, capsys):
     config = GPT2Config(n_positions=24, n_embd=32, n_layer=1, n_head=2, vocab_size=1536, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
+    capsys.readouterr()  # saving may have shown its progress
     before = snapshot(tmp_path)
     arguments = ["run", "--method", "tpo", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
     assert cli.main(arguments) == 2

@@ -112,6 +112,26 @@ def test_label_smoothing_out_of_range(share):
         dpo_loss(row, row, row, row, label_smoothing=share)
 
 
+@pytest.mark.parametrize("factor", [NAN, INF, -INF])
+def test_a_factor_that_is_not_finite(factor):
+    row = torch.zeros(1)
+    with pytest.raises(InputError, match=rf"^beta={factor}: give a finite number$"):
+        dpo_loss(row, row, row, row, beta=factor)
+    for name in ("beta", "alpha", "gamma"):
+        with pytest.raises(InputError, match=rf"^{name}={factor}: give a finite number$"):
+            triple_preference_loss(row, row, 0.0, **{name: factor})
+
+
+def test_what_is_no_tensor_is_named():
+    row, table = torch.zeros(2), torch.zeros(2, 3)
+    with pytest.raises(InputError, match="^ref_chosen is a list: give a tensor$"):
+        dpo_loss(row, row, [0.0, 0.0], row)
+    with pytest.raises(InputError, match="^rejected_logps is a float: give a tensor$"):
+        triple_preference_loss(row, 0.0, 0.0)
+    with pytest.raises(InputError, match="^completion_mask is a list: give a tensor$"):
+        token_policy_loss(table, row, table.tolist())
+
+
 # token_policy_loss
 
 tokens = st.lists(st.tuples(log_prob, st.booleans()), min_size=4, max_size=4)

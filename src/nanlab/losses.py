@@ -37,11 +37,13 @@ def dpo_loss(
         label_smoothing: assumed share of pairs whose order is wrong (conservative DPO); 0 up to, not with, 0.5.
 
     Raises:
-        InputError: shapes do not fit (broadcasting would pair each row with every other), or `label_smoothing`.
+        InputError: no tensors, shapes that do not fit (broadcasting would pair each row with every other), a `beta`
+            that is not finite, or `label_smoothing`.
     """
     _check_rows(
         policy_chosen=policy_chosen, policy_rejected=policy_rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
     )
+    _check_finite(beta=beta)
     margin = (at_least_fp32(policy_chosen) - at_least_fp32(policy_rejected)) - (
         at_least_fp32(ref_chosen) - at_least_fp32(ref_rejected)
     )
@@ -73,19 +75,33 @@ def triple_preference_loss(
     number of tokens.
 
     Raises:
-        InputError: shapes do not fit, or `label_smoothing`.
+        InputError: no tensors, shapes that do not fit, a factor that is not finite, or `label_smoothing`.
     """
     gold = {}
     if isinstance(reference_nll, Tensor):  # a plain float has the precision of the rows
         reference_nll = at_least_fp32(reference_nll)
         gold = {"reference_nll": reference_nll} if reference_nll.ndim else {}
     _check_rows(chosen_logps=chosen_logps, rejected_logps=rejected_logps, **gold)
+    _check_finite(beta=beta, alpha=alpha, gamma=gamma)
     margin = at_least_fp32(chosen_logps) - at_least_fp32(rejected_logps)
     preference = _preference_loss(beta * margin - gamma, label_smoothing)
     return preference + alpha * reference_nll if alpha else preference  # 0 · NaN is NaN: without weight, not read
 
 
+def _check_tensors(**columns: Tensor) -> None:
+    for name, column in columns.items():
+        if not isinstance(column, Tensor):
+            raise InputError(f"{name} is a {type(column).__name__}: give a tensor")
+
+
+def _check_finite(**factors: float) -> None:
+    for name, factor in factors.items():
+        if not torch.as_tensor(factor).isfinite().all():
+            raise InputError(f"{name}={factor}: give a finite number")
+
+
 def _check_rows(**columns: Tensor) -> None:
+    _check_tensors(**columns)
     shapes = [column.shape for column in columns.values()]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         found = ", ".join(f"{name} {list(shape)}" for name, shape in zip(columns, shapes, strict=True))
@@ -126,8 +142,9 @@ def token_policy_loss(log_probs: Tensor, advantages: Tensor, completion_mask: Te
     NaN on a valid token stays NaN. Rows without a token have sum 0 and count 0.
 
     Raises:
-        InputError: shapes do not fit.
+        InputError: no tensors, or shapes that do not fit.
     """
+    _check_tensors(log_probs=log_probs, advantages=advantages, completion_mask=completion_mask)
     fits = log_probs.ndim == 2 and completion_mask.shape == log_probs.shape
     if not fits or advantages.shape not in (log_probs.shape[:1], log_probs.shape):
         raise InputError(
