@@ -124,11 +124,11 @@ def test_a_factor_that_is_not_finite(factor):
 
 def test_what_is_no_tensor_is_named():
     row, table = torch.zeros(2), torch.zeros(2, 3)
-    with pytest.raises(InputError, match="^ref_chosen is a list: give a tensor$"):
+    with pytest.raises(InputError, match=r"^ref_chosen is a list: give a tensor$"):
         dpo_loss(row, row, [0.0, 0.0], row)
-    with pytest.raises(InputError, match="^rejected_logps is a float: give a tensor$"):
+    with pytest.raises(InputError, match=r"^rejected_logps is a float: give a tensor$"):
         triple_preference_loss(row, 0.0, 0.0)
-    with pytest.raises(InputError, match="^completion_mask is a list: give a tensor$"):
+    with pytest.raises(InputError, match=r"^completion_mask is a list: give a tensor$"):
         token_policy_loss(table, row, table.tolist())
 
 

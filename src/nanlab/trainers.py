@@ -453,8 +453,8 @@ class TPOTrainer(_OneLoss, _DropsEmptyRows, tpo.TPOTrainer):
     TRL takes the mean over micro-batches.
 
     Raises:
-        InputError: another `loss_type`, a missing column, a prompt or answer that is no text, or no row with a
-            completion token.
+        InputError: another `loss_type`, a router loss or a function of logits that is asked for, a missing column, a
+            prompt or answer that is no text, or no row with a completion token.
     """
 
     completions = ("chosen", "rejected", "reference")
@@ -505,8 +505,9 @@ class DPOTrainer(_OneLoss, _DropsEmptyRows, trl.DPOTrainer):
     mean over micro-batches. Without `ref_model` the reference is a copy of the model as it is now.
 
     Raises:
-        InputError: another `loss_type`, an option our loss does not cover, a missing column, a prompt or answer that
-            is no text, or no row with a completion token.
+        InputError: another `loss_type`, an option our loss does not cover (among them the router loss of a mixture of
+            experts), a function of logits, a missing column, a prompt or answer that is no text, or no row with a
+            completion token.
     """
 
     completions = ("chosen", "rejected")
@@ -609,8 +610,8 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
         processing_class: the tokenizer.
 
     Raises:
-        InputError: no tokenizer, a data set that is no datasets.Dataset, a missing column, a value that is none of the
-            above, or no row to train on.
+        InputError: no tokenizer or one without eos, a router loss or a function of logits that is asked for, a data
+            set that is no datasets.Dataset, a missing column, a value that is none of the above, or no row to train on.
     """
 
     objective = {"policy_loss": 1.0}  # noqa: RUF012  (never changed)
