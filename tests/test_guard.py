@@ -805,6 +805,43 @@ def test_clipping_does_not_hide_which_gradient_was_bad(tmp_path):
     assert [event.name for event in guard.events] == [name_of(head, trainer.model)] * 2
 
 
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_norm_that_overflows_does_not_turn_finite_gradients_into_nan(half, policy, tmp_path):
+    """Without a limit the Trainer "clips" to infinity, and inf / inf is NaN: after the guard has seen them finite."""
+    data = rows(12)
+    data[4]["factor"] = data[5]["factor"] = 4e4 if half else 1e25
+    model = tiny("GPTNeoX").half() if half else None
+    trainer = make_trainer(data, tmp_path, model=model, optimizer="sgd", max_grad_norm=0.0)
+    _, guard = trained(trainer, policy)
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert [(event.step, event.what, event.action) for event in guard.events] == [(3, "gradient", "skipped")]
+
+
+def test_gradients_that_a_callback_spoils_after_clipping_are_refused(tmp_path):
+    from transformers import TrainerCallback
+
+    class Normalise(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            for parameter in model.parameters():
+                parameter.grad.div_(0.0 if state.global_step == 2 else 1.0)
+
+    trainer = make_trainer(rows(12), tmp_path)
+    trainer.add_callback(Normalise())
+    _, guard = trained(trainer)
+    assert [(event.step, event.what) for event in guard.events] == [(3, "gradient")]
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_clipping_healthy_gradients_costs_no_second_look(max_grad_norm, tmp_path):
+    trainer = make_trainer(rows(8), tmp_path, max_grad_norm=max_grad_norm)
+    guard, looks = watch(trainer), []
+    findings = guard._findings
+    guard._findings = lambda table: looks.append(1) or findings(table)
+    trainer.train()
+    assert len(looks) == 4
+
+
 def name_of(parameter, model):
     return next(name for name, p in model.named_parameters() if p is parameter)
 

@@ -1,7 +1,7 @@
 """watch(): keep a training run alive through a NaN, in step on every rank, and say what that cost.
 
 The guard looks once per optimizer step, after the gradients of all micro-batches and ranks have been added up and
-before ``optimizer.step``. It takes the norm of the losses and the gradients: one number, one fetch from the device. A
+before ``optimizer.step``; in a Trainer again if something has changed the gradients in between. It takes the norm of the losses and the gradients: one number, one fetch from the device. A
 finite norm means that every entry is finite. A norm that is not may also come from squares that overflowed although
 the gradients are finite: then, and only then, every entry is looked at, and the entries decide.
 
@@ -153,17 +153,20 @@ def _rank() -> int:
     return dist.get_rank() if _world() > 1 else 0
 
 
-def _surely_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """True only if every entry is finite, on all ranks; False may also mean that the sum of squares overflowed.
+def _surely_finite(groups: Iterable[Iterable[Tensor]], device: torch.device) -> bool:
+    """True only if the norm of each group is finite, on all ranks; False may also mean that a sum of squares overflowed.
 
     One answer for all ranks, at the price of one fetch from the device (and one all-reduce of one number). The L2 norm,
-    because PyTorch's inf-norm, which does not overflow, is ten times slower on a CPU or worse.
+    because PyTorch's inf-norm, which does not overflow, is ten times slower on a CPU or worse. A norm for each group,
+    so that the gradients' is the very number by which they will be clipped: a loss of a wider type would hide that it
+    overflows in theirs.
     """
-    tensors = [p for t in tensors if (p := _numbers(t)).is_floating_point() and p.numel()]
-    norm = get_total_norm(tensors).to(device)
+    numbers = ([p for t in tensors if (p := _numbers(t)).is_floating_point() and p.numel()] for tensors in groups)
+    norms = [get_total_norm(tensors).to(device) for tensors in numbers if tensors]
+    bad = ~torch.isfinite(torch.stack(norms)).all() if norms else torch.zeros((), dtype=torch.bool, device=device)
     if _world() == 1:
-        return math.isfinite(norm.item())
-    bad = (~torch.isfinite(norm)).float()  # a flag: what MAX makes of a NaN depends on the backend
+        return not bad.item()
+    bad = bad.float()  # a flag: what MAX makes of a NaN depends on the backend
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     return bad.item() == 0
 
@@ -313,6 +316,10 @@ class Guard:
             table["buffer"] = [(name, slots[name][0][slots[name][1]]) for name in self._finite_buffers if name in slots]
         return table
 
+    def _gradients_now(self) -> list[tuple[Tensor, int]]:
+        """Each gradient with the number of times it was written to: equal as long as nothing has changed them."""
+        return [(p.grad, p.grad._version) for _, p in self._parameters if p.grad is not None]
+
     def _after_step(self) -> dict[str, list[tuple[str, Tensor]]]:
         state = state_slots(self.optimizer, self._names) if self.optimizer is not None else {}
         # Adam's step counter lives on the CPU and is a count: nothing to find, and a slow thing to look at.
@@ -324,7 +331,8 @@ class Guard:
 
     def _findings(self, table: Mapping[str, list[tuple[str, Tensor]]]) -> tuple[Finding, ...]:
         """What is not finite on any rank, the same answer on all; nothing, after one fetch, if all is well."""
-        if _surely_finite((tensor for named in table.values() for _, tensor in named), self.device):
+        self._overflowed = not _surely_finite(([tensor for _, tensor in named] for named in table.values()), self.device)
+        if not self._overflowed:
             return ()
         bad = {what: found for what, named in table.items() if (found := _first_bad(named))}
         mine = [Finding(what, *found, _rank()) for what, found in bad.items()]
@@ -588,6 +596,7 @@ class _TrainerLink:
         self.guard, self.trainer = guard, trainer
         self.inside = False  # within training_step: evaluation calls compute_loss too
         self.findings: tuple[Finding, ...] | None = None  # of this step, made before clipping
+        self.looked_at: list[tuple[Tensor, int]] = []  # the gradients of which these findings are
         self.last_loss: Tensor | float = 0.0
         self.per_train: list[Callable[[], None]] = []
         self.filter_off = False
@@ -615,7 +624,7 @@ class _TrainerLink:
         guard._bind(
             trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer), trainer.accelerator.scaler
         )
-        guard.stopped, self.findings = None, None
+        guard.stopped, self.findings, self.looked_at = None, None, []
         logged = max((entry.get("guard_skipped", 0) for entry in trainer.state.log_history), default=0)
         guard.skipped_before_resume = max(logged - len(guard.events), 0)
         self.per_train = [
@@ -667,22 +676,37 @@ class _TrainerLink:
             self.trainer.args.logging_nan_inf_filter, self.filter_off = True, False
 
     def look(self) -> tuple[Finding, ...]:
-        """Once per step, at the first of clipping and stepping: clipping would spread one NaN to every gradient."""
+        """At the first of clipping and stepping, for clipping would spread one NaN to every gradient.
+
+        Again where gradients that were finite have been changed since: by a callback in `on_pre_optimizer_step`, or by
+        a norm that overflowed. PyTorch's version counter tells; a change through ``.data`` it does not see.
+        """
         self.restore_filter()
-        if self.findings is None:
+        if self.findings is None or (not self.findings and self.changed()):
             self.findings = self.guard._findings(self.guard._before_step())
+            self.looked_at = self.guard._gradients_now()
         return self.findings
 
+    def changed(self) -> bool:
+        now = self.guard._gradients_now()
+        same = (g is h and v == w for (g, v), (h, w) in zip(now, self.looked_at, strict=False))
+        return len(now) != len(self.looked_at) or not all(same)
+
     def clip_grad_norm(self, original, *args, **kwargs):
-        if self.guard._open:
-            self.look()
-        return original(*args, **kwargs)
+        if not self.guard._open:
+            return original(*args, **kwargs)
+        self.look()
+        norm = original(*args, **kwargs)
+        if not self.guard._overflowed:  # a finite norm takes no gradient to NaN, whatever the limit
+            self.looked_at = self.guard._gradients_now()
+        return norm
 
     def optimizer_step(self, original, *args, **kwargs):
         """The branch. A refused step looks to the Trainer like one that GradScaler skipped: the schedule waits too."""
         if not self.guard._open:  # this step began before watch()
             return original(*args, **kwargs)
-        findings, self.findings = self.look(), None
+        findings = self.look()
+        self.findings, self.looked_at = None, []
         kept = self.guard._allow(findings)
         if kept:
             original(*args, **kwargs)
