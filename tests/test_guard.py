@@ -749,6 +749,28 @@ def test_the_schedule_waits_for_a_refused_step(tmp_path):
     assert_identical(got, expected)
 
 
+def test_the_schedule_goes_on_when_the_guard_is_removed_after_a_refused_step(tmp_path):
+    from transformers import TrainerCallback
+
+    class Remove(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                guard.remove()
+
+    trainer = make_trainer(rows(12, {4}), tmp_path)
+    trainer.add_callback(Remove())
+    guard = watch(trainer)
+    trainer.train()
+    assert trainer.lr_scheduler.last_epoch == 5
+    trainer = make_trainer(rows(12, {10}), tmp_path)
+    with watch(trainer):
+        trainer.train()
+    trainer.train_dataset = rows(12)
+    before = trainer.lr_scheduler.last_epoch
+    trainer.train()
+    assert trainer.lr_scheduler.last_epoch > before
+
+
 def test_the_log_keeps_its_numbers_and_says_what_was_skipped(tmp_path):
     trainer = make_trainer(rows(10, {4}), tmp_path)
     trained(trainer)

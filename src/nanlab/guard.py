@@ -628,6 +628,8 @@ class _TrainerLink:
         logged = max((entry.get("guard_skipped", 0) for entry in trainer.state.log_history), default=0)
         guard.skipped_before_resume = max(logged - len(guard.events), 0)
         self.per_train = [
+            # the last step's mark would hold the schedule for good: without a scaler nobody else takes it off
+            functools.partial(setattr, trainer.optimizer, "_is_overflow", False),
             _replace(trainer.optimizer, "step", self.optimizer_step),
             _replace(trainer.accelerator, "clip_grad_norm_", self.clip_grad_norm),
         ]
