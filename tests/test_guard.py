@@ -291,6 +291,93 @@ def test_rollback_undoes_a_step_that_spoiled_a_parameter_and_states_its_memory()
     assert "last good copy" in str(guard.summary())
 
 
+def load_checkpoint(model, optimizer):
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+
+
+def clip_weights(model, optimizer):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.05, 0.05)
+
+
+def renew_averages(model, optimizer):
+    torch.optim.swa_utils.update_bn(make_batches(2, 1)[0], model)
+
+
+def load_optimizer(model, optimizer):
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        values["exp_avg"].mul_(2)
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("spoil", ["gradient", "parameter"])
+@pytest.mark.parametrize("change", [load_checkpoint, clip_weights, renew_averages, load_optimizer])
+def test_rollback_keeps_what_was_changed_between_steps(change, spoil):
+    """Also where the very next step is bad: the last good copy is older than the change."""
+    kept = {}
+
+    def inject(moment, i, model, optimizer, losses=None):
+        if i == 2 and moment == "between steps":
+            change(model, optimizer)
+            kept.update({name: tensor.clone() for name, tensor in everything(model, optimizer).items()})
+        if i == 2 and moment == "before the decision" and spoil == "gradient":
+            model[0].weight.grad[0, 0] = math.nan
+        if i == 2 and moment == "after the step" and spoil == "parameter":
+            model[0].weight.data[0, 0] = math.nan
+
+    model, optimizer, guard = loop(make_batches(3), "rollback", inject=inject)
+    assert [event.what for event in guard.events] == [spoil]
+    assert_identical(everything(model, optimizer), kept)
+
+
+class Estimates(torch.optim.Optimizer):
+    """Keeps a number of its own beside the rates, as schedule-free optimizers and D-Adaptation do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01, "d": 1.0, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            norm = nn.utils.get_total_norm([p.grad for p in group["params"]]).item()
+            group["d"], group["k"] = 0.9 * group["d"] + norm * group["lr"], group["k"] + 1
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-0.01 * group["d"])
+
+
+def test_rollback_puts_the_optimizers_own_numbers_back_and_leaves_the_schedule_its_rate():
+    def run(bad):
+        model = make_model()
+        optimizer = Estimates(model.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        guard = watch(model, "rollback", optimizer=optimizer)
+        torch.manual_seed(2)
+        for i, (x,) in enumerate(make_batches(4)):
+            if i == 2 and not bad:
+                continue
+            loss = model(x).square().mean()
+            loss.backward()
+            assert guard.allow_step(loss)
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            if i == 2:
+                optimizer.param_groups[0]["d"] = model[0].weight.data[0, 0] = math.nan
+            if guard.after_step():
+                schedule.step()
+            else:
+                assert optimizer.param_groups[0]["lr"] == rate
+            optimizer.zero_grad()
+        group = optimizer.param_groups[0]
+        return model.state_dict(), (group["d"], group["k"], group["lr"], schedule.get_last_lr())
+
+    got, numbers = run(bad=True)
+    expected, expected_numbers = run(bad=False)
+    assert_identical(got, expected)
+    assert numbers == expected_numbers
+
+
 def test_without_a_copy_a_spoiled_parameter_ends_the_run(tmp_path):
     def inject(moment, i, model, optimizer, losses=None):
         if moment == "after the step" and i == 2:

@@ -1,9 +1,10 @@
 """watch(): keep a training run alive through a NaN, in step on every rank, and say what that cost.
 
 The guard looks once per optimizer step, after the gradients of all micro-batches and ranks have been added up and
-before ``optimizer.step``; in a Trainer again if something has changed the gradients in between. It takes the norm of the losses and the gradients: one number, one fetch from the device. A
-finite norm means that every entry is finite. A norm that is not may also come from squares that overflowed although
-the gradients are finite: then, and only then, every entry is looked at, and the entries decide.
+before ``optimizer.step``; in a Trainer again if something has changed the gradients in between. It takes the norm of
+the losses and the gradients: one number, one fetch from the device. A finite norm means that every entry is finite. A
+norm that is not may also come from squares that overflowed although the gradients are finite: then, and only then,
+every entry is looked at, and the entries decide.
 
 A refused step leaves no trace: ``optimizer.step`` is not called, gradients are dropped, and what the forward of the bad
 batch has changed (buffers such as BatchNorm's running statistics, the state of the random generators) is put back. The
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +38,16 @@ from nanlab import post_mortem
 from nanlab.errors import InputError
 from nanlab.findings import amount
 from nanlab.post_mortem import call_again, forward_backward, named_tensors, replay, trainer_loss
-from nanlab.snapshots import Snapshot, buffer_slots, map_leaves, plain, rng_state, set_rng_state, state_slots
+from nanlab.snapshots import (
+    Snapshot,
+    buffer_slots,
+    group_slots,
+    map_leaves,
+    plain,
+    rng_state,
+    set_rng_state,
+    state_slots,
+)
 
 __all__ = ["Event", "Finding", "Guard", "GuardStop", "Summary", "replay", "watch"]
 
@@ -154,7 +163,7 @@ def _rank() -> int:
 
 
 def _surely_finite(groups: Iterable[Iterable[Tensor]], device: torch.device) -> bool:
-    """True only if the norm of each group is finite, on all ranks; False may also mean that a sum of squares overflowed.
+    """True only if each group's norm is finite, on all ranks; False may also mean that a sum of squares overflowed.
 
     One answer for all ranks, at the price of one fetch from the device (and one all-reduce of one number). The L2 norm,
     because PyTorch's inf-norm, which does not overflow, is ten times slower on a CPU or worse. A norm for each group,
@@ -178,6 +187,10 @@ def _first_bad(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
         if values.is_floating_point() and not torch.isfinite(values).all():
             return name, "nan" if torch.isnan(values).any() else "inf"
     return None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return _first_bad([("", tensor)]) is None
 
 
 def _gather(item: Any) -> list:
@@ -230,7 +243,8 @@ class Guard:
         self.recent: deque[tuple[int, list[Tensor]]] = deque(maxlen=LOG_TAIL)
         self.fatal = True  # a plain loop has no other way to end than an exception
         self._undo: list[Callable[[], None]] = []
-        self._good: Snapshot | None = None
+        self._good: Snapshot | None = None  # parameters and the optimizer's numbers
+        self._good_buffers: Snapshot | None = None
         self._open = self._unchecked = self._in_closure = False
 
     # Before training
@@ -252,18 +266,23 @@ class Guard:
         self._finite_buffers = [name for name, buffer in named if _first_bad([(name, buffer)]) is None]
         self._open = self._unchecked = False
         if self.policy == "rollback":
-            self._good = Snapshot(self._everything, None if self.keep_on == "device" else "cpu")
-            self._good.take()
+            device = None if self.keep_on == "device" else "cpu"
+            self._good, self._good_buffers = Snapshot(self._written, device), Snapshot(self._buffers.slots, device)
+            self._take_good()
 
-    def _everything(self) -> dict[str, tuple[dict, Any]]:
-        """What a step may change, for the last good copy."""
+    def _written(self) -> dict[str, tuple[dict, Any]]:
+        """What `optimizer.step` may write to, for the last good copy."""
         by_name = dict(self._parameters)
         parts = {
             "parameter": {name: (by_name, name) for name in by_name},
-            "buffer": self._buffers.slots(),
             "state": state_slots(self.optimizer, self._names),
+            "group": group_slots(self.optimizer),
         }
         return {f"{part} {name}": slot for part, slots in parts.items() for name, slot in slots.items()}
+
+    def _take_good(self) -> None:
+        self._good.take()
+        self._good_buffers.take()
 
     def _watch_module(self, module: nn.Module, optimizer, scaler) -> None:
         self._watched = module
@@ -312,9 +331,12 @@ class Guard:
             "gradient": [(name, p.grad) for name, p in self._parameters if p.grad is not None],
         }
         if self.check_state:
-            slots = self._buffers.slots()
-            table["buffer"] = [(name, slots[name][0][slots[name][1]]) for name in self._finite_buffers if name in slots]
+            table["buffer"] = self._checked_buffers()
         return table
+
+    def _checked_buffers(self) -> list[tuple[str, Tensor]]:
+        slots = self._buffers.slots()
+        return [(name, slots[name][0][slots[name][1]]) for name in self._finite_buffers if name in slots]
 
     def _gradients_now(self) -> list[tuple[Tensor, int]]:
         """Each gradient with the number of times it was written to: equal as long as nothing has changed them."""
@@ -331,7 +353,8 @@ class Guard:
 
     def _findings(self, table: Mapping[str, list[tuple[str, Tensor]]]) -> tuple[Finding, ...]:
         """What is not finite on any rank, the same answer on all; nothing, after one fetch, if all is well."""
-        self._overflowed = not _surely_finite(([tensor for _, tensor in named] for named in table.values()), self.device)
+        groups = ([tensor for _, tensor in named] for named in table.values())
+        self._overflowed = not _surely_finite(groups, self.device)
         if not self._overflowed:
             return ()
         bad = {what: found for what, named in table.items() if (found := _first_bad(named))}
@@ -349,6 +372,8 @@ class Guard:
         if findings:
             self._refuse(findings)
             return False
+        if self._good is not None:  # a checkpoint may have been loaded since, weights clipped, a layer unfrozen
+            self._good.update(_is_finite)
         self._open, self._unchecked = False, self.check_state
         if not self.check_state:
             self.consecutive = 0
@@ -364,7 +389,7 @@ class Guard:
             return False
         self.consecutive = 0
         if self._good is not None:
-            self._good.take()
+            self._take_good()
         return True
 
     def _scaling(self) -> bool:
@@ -384,11 +409,11 @@ class Guard:
     def _refuse(self, findings, *, undone: bool = True, reason: str = "", dead: bool = False) -> None:
         """Undo the step, write it down, and end the run where the policy says so or nothing else is left."""
         self.consecutive += 1
-        self._put_back()
-        report = self._locate(findings) if self.locate else None
+        spoilt = self._good is not None and bool(self._findings(self._after_step()))  # by this step, or between steps
+        self._put_back(spoilt)
+        report = self._locate(findings, spoilt) if self.locate else None
         ending = self.policy in ("stop", "raise") or dead or not undone or self.consecutive >= self.max_consecutive
-        late = findings[0].what in ("parameter", "optimizer state")
-        action = "raised" if self.policy == "raise" else "stopped" if ending else "rolled back" if late else "skipped"
+        action = "raised" if self.policy == "raise" else "stopped" if ending else "rolled back" if spoilt else "skipped"
         reason = reason or self._reason(findings, undone)
         event = Event(self.step_number(), action, reason, findings, sum(_gather(self._rows)), report)
         self.events.append(event)
@@ -410,11 +435,15 @@ class Guard:
         """Number of the step that is being decided, from 1."""
         return self.steps_seen
 
-    def _put_back(self) -> None:
-        """Everything as it was before the first forward of this step; with a last good copy, as it was then."""
+    def _put_back(self, spoilt: bool) -> None:
+        """Everything as it was before the first forward of this step; what was not finite then, as in the good copy."""
         for _, parameter in self._parameters:
             parameter.grad = None
-        (self._good or self._buffers).put_back()
+        self._buffers.put_back()
+        if self._good_buffers is not None and _first_bad(self._checked_buffers()):
+            self._good_buffers.put_back()
+        if spoilt:
+            self._good.put_back()
         set_rng_state(self._rng, self.device)
         self._open = False
         if self._scaling():  # forget that these gradients were unscaled; the scale stays
@@ -529,7 +558,7 @@ class Guard:
 
     # Diagnosis
 
-    def _locate(self, findings: tuple[Finding, ...]) -> Any:
+    def _locate(self, findings: tuple[Finding, ...], spoilt: bool) -> Any:
         """What `locate` finds in this step's batches on this rank; None if it finds nothing."""
         from nanlab.tracing import locate
 
@@ -549,7 +578,7 @@ class Guard:
             logger.warning("locate could not replay the step: %s: %s", type(error).__name__, error)
             return None
         finally:
-            self._put_back()
+            self._put_back(spoilt)
         return report if report.found else None
 
     def replay(self, folder: str | Path) -> Any:
@@ -565,7 +594,7 @@ class Guard:
             self.skipped_before_resume,
             dict(Counter(event.what for event in self.events)),
             [event.report for event in self.events if event.report is not None],
-            self._good.nbytes if self._good else 0,
+            self._good.nbytes + self._good_buffers.nbytes if self._good else 0,
             self.keep_on if self._good else "",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,11 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state["device"].cpu())
 
 
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies and how often it was written to: the same as long as nothing has changed it."""
+    return tensor.data_ptr(), tensor._version
+
+
 class Snapshot:
     """A copy of tensors that sit in dicts (a module's buffers, an optimizer's state), in memory that is used again.
 
@@ -50,16 +56,36 @@ class Snapshot:
         self.slots, self.device = slots, device  # device None: each copy beside its original
         self.tensors: dict[str, Tensor] = {}
         self.others: dict[str, Any] = {}
+        self.marks: dict[str, tuple[int, int]] = {}  # of the originals, when they were copied
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy what the slots hold now; on a GPU without waiting for it."""
+        tensors = self._live()
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in tensors}
+        self._copy(tensors)
+
+    @torch.no_grad()
+    def update(self, usable: Callable[[Tensor], bool]) -> None:
+        """Copy again what is new or was changed since, by its version counter, if it is `usable`; else keep the copy.
+
+        What was changed through ``.data`` is not seen.
+        """
+        self._copy({name: t for name, t in self._live().items() if self.marks.get(name) != _mark(t) and usable(t)})
+
+    def _live(self) -> dict[str, Tensor]:
+        """The tensors in the slots; what is none is copied at once."""
         live = {name: owner[key] for name, (owner, key) in self.slots().items()}
         tensors = {name: plain(value) for name, value in live.items() if torch.is_tensor(value)}
         self.others = {name: copy.deepcopy(value) for name, value in live.items() if name not in tensors}
-        self.tensors = {name: self._room(name, tensor) for name, tensor in tensors.items()}
-        if tensors:
-            torch._foreach_copy_(list(self.tensors.values()), list(tensors.values()), non_blocking=True)
+        return tensors
+
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
+        rooms = {name: self._room(name, tensor) for name, tensor in tensors.items()}
+        if rooms:
+            torch._foreach_copy_(list(rooms.values()), list(tensors.values()), non_blocking=True)
+        self.tensors |= rooms
+        self.marks |= {name: _mark(tensor) for name, tensor in tensors.items()}
 
     def _room(self, name: str, tensor: Tensor) -> Tensor:
         held = self.tensors.get(name)
@@ -105,6 +131,16 @@ def state_slots(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -
         for parameter, name in names.items()
         if parameter in optimizer.state
         for key in optimizer.state[parameter]
+    }
+
+
+def group_slots(optimizer: torch.optim.Optimizer) -> dict[str, tuple[dict, str]]:
+    """Where the numbers of an optimizer's groups sit, the rates and what it estimates or counts there: "lr of 0"."""
+    return {
+        f"{key} of {i}": (group, key)
+        for i, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, Real | Tensor)
     }
 
 
