@@ -112,6 +112,44 @@ def test_loop_ends_as_if_it_had_never_seen_the_bad_batches(policy, where, accumu
     assert summary.rows_lost == 6 * accumulation * len(bad)
 
 
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["when needed", "one batch ahead"])
+@pytest.mark.parametrize("draw", [torch.randint, np.random.randint, random.randrange], ids=["torch", "numpy", "python"])
+def test_a_loop_that_draws_its_rows_does_not_draw_the_bad_ones_again(draw, ahead, policy):
+    """Truth: the same rows in the same order, with the bad step left out."""
+    data = torch.randn(1000, 4, generator=torch.Generator().manual_seed(1))
+    seen = []
+
+    def batch():
+        seen.append([int(draw(0, 1000, (1,)) if draw is torch.randint else draw(0, 1000)) for _ in range(4)])
+        return data[seen[-1]]
+
+    def run(policy, bad=(2, 3)):
+        seen.clear()
+        torch.manual_seed(5), np.random.seed(5), random.seed(5)
+        model = nn.Linear(4, 1)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        guard, following = watch(model, policy, optimizer=optimizer), batch() if ahead else None
+        for i in range(8):
+            losses = []
+            for _ in range(3):
+                x = following if ahead else batch()
+                losses.append(model(x).square().mean() * (math.nan if i in bad and policy != "off" else 1.0))
+                following = batch() if ahead else None
+                losses[-1].backward()
+            if guard.allow_step(losses) and (policy != "off" or i not in bad):
+                optimizer.step()
+                guard.after_step()
+            optimizer.zero_grad()
+        return model.state_dict(), [list(rows) for rows in seen], guard
+
+    got, drawn, guard = run(policy)
+    expected, all_rows, _ = run("off")
+    assert drawn == all_rows
+    assert [event.step for event in guard.events] == [3, 4]
+    assert_identical(got, expected)
+
+
 @pytest.mark.parametrize(("rows", "said"), [(0, "0 rows lost"), (1, "1 row lost"), (1600, "1,600 rows lost")])
 def test_an_event_says_how_many_rows_it_cost(rows, said):
     assert said in str(Event(step=3, action="skipped", reason="loss is nan", findings=(), rows=rows))

@@ -8,7 +8,9 @@ every entry is looked at, and the entries decide.
 
 A refused step leaves no trace: ``optimizer.step`` is not called, gradients are dropped, and what the forward of the bad
 batch has changed (buffers such as BatchNorm's running statistics, the state of the random generators) is put back. The
-run then goes on bit for bit as if it had never seen the batch.
+run then goes on bit for bit as if it had never seen the batch. One exception: a plain loop that draws numbers itself
+between the first forward and `Guard.allow_step` (rows of the next micro-batch, as a rule) keeps its generators where
+they are, for put back they would draw the bad rows again; dropout then differs from a run without the batch.
 
 What it hides: the rows of a refused step are not learned from. All micro-batches on all ranks are lost, good ones too;
 `Guard.summary` counts them. A cause that comes back with every epoch is skipped with every epoch: use `locate`.
@@ -45,6 +47,7 @@ from nanlab.snapshots import (
     map_leaves,
     plain,
     rng_state,
+    same_rng,
     set_rng_state,
     state_slots,
 )
@@ -290,7 +293,10 @@ class Guard:
         self._bind(module.module if isinstance(module, wrappers) else module, optimizer, scaler)
         if self.check_state and not any(p in self._names for g in optimizer.param_groups for p in g["params"]):
             raise InputError("watch: the optimizer holds no parameter of this model; give the one that trains it")
-        hooks = [module.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True)]
+        hooks = [
+            module.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._after_forward),
+        ]
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         if hasattr(inner, "_optimizer_step_pre_hooks"):  # not every optimizer is PyTorch's
             hooks.append(inner.register_step_pre_hook(self._on_optimizer_step))
@@ -310,17 +316,24 @@ class Guard:
 
     # One step: begin, record each micro-batch, decide
 
-    def _begin(self) -> None:
+    def _begin(self, rng: dict) -> None:
         """The first forward of a step is about to run: note what it may change."""
-        self._rng = rng_state(self.device)
+        self._rng = self._rng_after = rng
+        self._drew = False
         self._buffers.take()
         self._batches: list[dict] = []
         self._losses: list[Tensor] = []
         self._rows, self._replay, self._open = 0, None, True
 
-    def _record(self, args: tuple, kwargs: dict) -> None:
-        batch = {"args": _detached(args), "kwargs": _detached(kwargs), "rng": rng_state(self.device)}
-        self._batches.append(batch)
+    def _record(self, args: tuple, kwargs: dict, rng: dict) -> None:
+        self._batches.append({"args": _detached(args), "kwargs": _detached(kwargs), "rng": rng})
+
+    def _note_draws(self, now: dict) -> None:
+        """Has the loop drawn numbers since the last forward, as for the rows of the next micro-batch?
+
+        Then the generators stay where they are: put back, they would draw the rows of the bad step again.
+        """
+        self._drew = self._drew or not same_rng(now, self._rng_after)
 
     def _before_step(self) -> dict[str, list[tuple[str, Tensor]]]:
         count = len(self._losses)
@@ -516,7 +529,12 @@ class Guard:
             )
         self._losses = [x.detach() if torch.is_tensor(x) else torch.tensor(x, device=self.device) for x in losses]
         self._replay = replay
-        return self._allow(self._findings(self._before_step()))
+        findings = self._findings(self._before_step())
+        if findings or self.check_state:  # what is drawn from here on is the optimizer's, and is undone with its step
+            now = rng_state(self.device)
+            self._note_draws(now)
+            self._rng = now if self._drew else self._rng
+        return self._allow(findings)
 
     def after_step(self, model: nn.Module | None = None) -> bool:
         """Check what `optimizer.step` has written: True if parameters and optimizer state are finite.
@@ -532,10 +550,16 @@ class Guard:
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if not module.training or not torch.is_grad_enabled() or self._in_closure:
             return
+        rng = rng_state(self.device)
         if not self._open:
-            self._begin()
-        self._record(args, kwargs)
+            self._begin(rng)
+        self._note_draws(rng)
+        self._record(args, kwargs, rng)
         self._rows += _rows((args, kwargs))
+
+    def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._open and module.training and torch.is_grad_enabled() and not self._in_closure:
+            self._rng_after = rng_state(self.device)
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple:
         """What a closure runs is part of the step that was allowed, not the beginning of the next one."""
@@ -672,7 +696,7 @@ class _TrainerLink:
     def training_step(self, original, model, inputs, *args, **kwargs):
         guard = self.guard
         if not guard._open:
-            guard._begin()
+            guard._begin(rng_state(guard.device))
         guard._rows += _rows(inputs) // _sequences_per_row(self.trainer.data_collator)
         self.inside = True
         try:
@@ -685,7 +709,7 @@ class _TrainerLink:
     def compute_loss(self, original, model, inputs, *args, **kwargs):
         if self.inside:
             known = {key: value for key, value in kwargs.items() if key == "num_items_in_batch"}
-            self.guard._record((inputs,), known)
+            self.guard._record((inputs,), known, rng_state(self.guard.device))
         return original(model, inputs, *args, **kwargs)
 
     def loss_for_log(self, loss: Tensor) -> Tensor:

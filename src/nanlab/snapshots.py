@@ -41,6 +41,14 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state["device"].cpu())
 
 
+def same_rng(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """True if nothing was drawn between two `rng_state`."""
+    tensors = [(a[key], b[key]) for key in a if torch.is_tensor(a[key])]
+    (kind, keys, *rest), (kind_b, keys_b, *rest_b) = a["numpy"], b["numpy"]
+    same = (a["python"], kind, rest) == (b["python"], kind_b, rest_b)
+    return same and all(torch.equal(x, y) for x, y in [*tensors, (keys, keys_b)])
+
+
 def _mark(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor lies and how often it was written to: the same as long as nothing has changed it."""
     return tensor.data_ptr(), tensor._version
