@@ -453,6 +453,11 @@ def test_remove_takes_the_hook_out():
     assert not model._forward_pre_hooks
 
 
+def watch_with(make_optimizers, policy="rollback"):
+    model = make_model()
+    return watch(model, policy, optimizer=make_optimizers(model))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -468,6 +473,11 @@ def test_remove_takes_the_hook_out():
             lambda: watch(make_model(), "rollback", optimizer=OPTIMIZERS["sgd"](make_model().parameters())),
             "no parameter of",
         ),
+        (
+            lambda: watch(make_model(), optimizer=[OPTIMIZERS["sgd"](make_model().parameters()), 3]),
+            "optimizer is a int",
+        ),
+        (lambda: watch_with(lambda m: OPTIMIZERS["sgd"](m[0].parameters())), "does not hold 1.weight, which requires"),
         (lambda: watch(make_model(), folder=5), "folder 5 cannot be written to"),
         (lambda: watch(make_model(), folder=Path(__file__) / "below"), "test_guard.py/below cannot be written to"),
         (lambda: watch(make_model().requires_grad_(False)), "no parameter that requires a gradient"),
@@ -555,6 +565,74 @@ def test_rollback_insists_on_after_step():
                 guard.allow_step(loss)
         else:
             assert guard.allow_step(loss)
+
+
+# -- What the optimizers hold --------------------------------------------------------------------------
+
+
+def held_step(guard, loss, optimizers, spoil=lambda: None):
+    """One step of a loop with several optimizers; True if it counts."""
+    loss.backward()
+    spoil()
+    kept = guard.allow_step(loss)
+    if kept:
+        for optimizer in optimizers:
+            optimizer.step()
+        kept = guard.after_step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    return kept
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_layer_unfrozen_later_and_the_parameters_of_a_loss_are_guarded_too(policy):
+    model, head = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), nn.Linear(4, 1)
+    model[1].requires_grad_(False)
+    optimizer = OPTIMIZERS["sgd"]([*model.parameters(), *head.parameters()])
+    guard = watch(model, policy, optimizer=optimizer)
+    model[1].requires_grad_(True)
+    names = {"1.weight": model[1].weight, "parameter 4 of group 0": head.weight}
+    for parameter in names.values():
+        step = lambda spoil: held_step(guard, head(model(torch.ones(3, 4))).mean(), [optimizer], spoil)
+        before = [p.detach().clone() for p in [*model.parameters(), *head.parameters()]]
+        if policy == "rollback":
+            rate = optimizer.param_groups[0]["lr"]
+            assert not step(lambda: optimizer.param_groups[0].update(lr=math.nan))
+            optimizer.param_groups[0]["lr"] = rate
+        assert not step(lambda parameter=parameter: parameter.grad.fill_(math.inf))
+        after = [*model.parameters(), *head.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert step(lambda: None)
+    assert [event.name for event in guard.events if event.what == "gradient"] == list(names)
+
+
+def test_several_optimizers_are_rolled_back_together():
+    def run(bad):
+        model = make_model()
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        optimizers = [OPTIMIZERS["sgd"](weights), OPTIMIZERS["adamw"](others)]
+        guard = watch(model, "rollback", optimizer=optimizers)
+        torch.manual_seed(2)
+        for i, (x,) in enumerate(make_batches(6)):
+            optimizers[0].param_groups[0]["momentum"] = math.nan if i == 3 else 0.9
+            if i != 3 or bad:
+                held_step(guard, model(x).square().mean(), optimizers)
+        return everything(model, optimizers[0]) | everything(model, optimizers[1]), guard
+
+    got, guard = run(bad=True)
+    assert_identical(got, run(bad=False)[0])
+    assert [(event.step, event.what) for event in guard.events] == [(4, "optimizer state")]
+
+
+def test_rolling_back_the_first_step_leaves_no_empty_state():
+    """An optimizer that asks `if p not in self.state` would find one without its keys."""
+    model = nn.Linear(4, 1)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    guard = watch(model, "rollback", optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = math.nan
+    assert not held_step(guard, model(torch.ones(2, 4)).mean(), [optimizer])
+    assert model.weight not in optimizer.state
 
 
 # -- GradScaler --------------------------------------------------------------------------------------

@@ -252,16 +252,16 @@ class Guard:
 
     # Before training
 
-    def _bind(self, model: nn.Module, optimizer, scaler) -> None:
+    def _bind(self, model: nn.Module, optimizers: tuple, scaler) -> None:
         """Look up once what every step needs: names and places of parameters and buffers."""
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not self._parameters:
+        self.model, self.optimizers, self.scaler = model, optimizers, scaler
+        if not any(p.requires_grad for p in model.parameters()):
             raise InputError(
                 "watch: the model has no parameter that requires a gradient; give the model that you train"
             )
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._parameters = self._trained()
         self.device = self._parameters[0][1].device
-        self._names = {parameter: name for name, parameter in self._parameters}
         modules = list(model.named_modules())
         self._buffers = Snapshot(lambda: buffer_slots(modules))
         # Some buffers hold −inf on purpose (attention masks): only those that start finite are checked.
@@ -273,13 +273,27 @@ class Guard:
             self._good, self._good_buffers = Snapshot(self._written, device), Snapshot(self._buffers.slots, device)
             self._take_good()
 
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        """What is trained now: a layer may have been unfrozen, and an optimizer holds parameters of a loss as well."""
+        for i, optimizer in enumerate(self.optimizers):
+            for j, group in enumerate(optimizer.param_groups):
+                for k, parameter in enumerate(group["params"]):
+                    if parameter not in self._names:
+                        of = f" of optimizer {i}" if len(self.optimizers) > 1 else ""
+                        self._names[parameter] = f"parameter {k} of group {j}{of}"
+        return [(name, parameter) for parameter, name in self._names.items() if parameter.requires_grad]
+
+    def _state(self) -> dict[str, tuple[dict, str]]:
+        slots = [state_slots(optimizer, self._names) for optimizer in self.optimizers]
+        return {name: slot for each in slots for name, slot in each.items()}
+
     def _written(self) -> dict[str, tuple[dict, Any]]:
         """What `optimizer.step` may write to, for the last good copy."""
         by_name = dict(self._parameters)
         parts = {
             "parameter": {name: (by_name, name) for name in by_name},
-            "state": state_slots(self.optimizer, self._names),
-            "group": group_slots(self.optimizer),
+            "state": self._state(),
+            **{f"optimizer {i} group": group_slots(optimizer) for i, optimizer in enumerate(self.optimizers)},
         }
         return {f"{part} {name}": slot for part, slots in parts.items() for name, slot in slots.items()}
 
@@ -287,20 +301,34 @@ class Guard:
         self._good.take()
         self._good_buffers.take()
 
-    def _watch_module(self, module: nn.Module, optimizer, scaler) -> None:
+    def _watch_module(self, module: nn.Module, optimizers: tuple, scaler) -> None:
         self._watched = module
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-        self._bind(module.module if isinstance(module, wrappers) else module, optimizer, scaler)
-        if self.check_state and not any(p in self._names for g in optimizer.param_groups for p in g["params"]):
-            raise InputError("watch: the optimizer holds no parameter of this model; give the one that trains it")
+        self._bind(module.module if isinstance(module, wrappers) else module, optimizers, scaler)
+        if self.check_state:
+            self._check_optimizers()
         hooks = [
             module.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after_forward),
         ]
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        if hasattr(inner, "_optimizer_step_pre_hooks"):  # not every optimizer is PyTorch's
-            hooks.append(inner.register_step_pre_hook(self._on_optimizer_step))
+        for optimizer in optimizers:
+            inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+            if hasattr(inner, "_optimizer_step_pre_hooks"):  # not every optimizer is PyTorch's
+                hooks.append(inner.register_step_pre_hook(self._on_optimizer_step))
         self._undo += [hook.remove for hook in hooks]
+
+    def _check_optimizers(self) -> None:
+        """What one has spoilt that is not known here would go on spoiling every step."""
+        held = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        others = [name for name, p in trainable if p not in held]
+        if len(others) == len(trainable):
+            raise InputError("watch: the optimizer holds no parameter of this model; give the one that trains it")
+        if others:
+            raise InputError(
+                f"watch: the optimizer does not hold {others[0]}, which requires a gradient; "
+                "give all optimizers as a list, or freeze what is not trained"
+            )
 
     def remove(self) -> None:
         """Take out every hook: the trainer or model is as it was before `watch`. Events and summary stay."""
@@ -319,7 +347,7 @@ class Guard:
     def _begin(self, rng: dict) -> None:
         """The first forward of a step is about to run: note what it may change."""
         self._rng = self._rng_after = rng
-        self._drew = False
+        self._drew, self._parameters = False, self._trained()
         self._buffers.take()
         self._batches: list[dict] = []
         self._losses: list[Tensor] = []
@@ -356,9 +384,8 @@ class Guard:
         return [(p.grad, p.grad._version) for _, p in self._parameters if p.grad is not None]
 
     def _after_step(self) -> dict[str, list[tuple[str, Tensor]]]:
-        state = state_slots(self.optimizer, self._names) if self.optimizer is not None else {}
         # Adam's step counter lives on the CPU and is a count: nothing to find, and a slow thing to look at.
-        state = {name: owner[key] for name, (owner, key) in state.items() if key != "step"}
+        state = {name: owner[key] for name, (owner, key) in self._state().items() if key != "step"}
         return {
             "optimizer state": [(name, value) for name, value in state.items() if torch.is_tensor(value)],
             "parameter": self._parameters,
@@ -457,6 +484,9 @@ class Guard:
             self._good_buffers.put_back()
         if spoilt:
             self._good.put_back()
+            for optimizer in self.optimizers:  # many ask `if p not in state` before their first step
+                for parameter in [p for p, values in optimizer.state.items() if values == {}]:
+                    del optimizer.state[parameter]
         set_rng_state(self._rng, self.device)
         self._open = False
         if self._scaling():  # forget that these gradients were unscaled; the scale stays
@@ -593,11 +623,13 @@ class Guard:
             set_rng_state(self._batches[0]["rng"], self.device)
             loss = forward_backward(calls, self.device)
             if late:
-                self.optimizer.step()
+                for optimizer in self.optimizers:
+                    optimizer.step()
             return loss
 
+        one = self.optimizers[0] if len(self.optimizers) == 1 else None
         try:
-            report = locate(step, model=self.model, optimizer=self.optimizer, **named_tensors(self._batches))
+            report = locate(step, model=self.model, optimizer=one, **named_tensors(self._batches))
         except Exception as error:  # a run that survives its NaN must not die of the diagnosis
             logger.warning("locate could not replay the step: %s: %s", type(error).__name__, error)
             return None
@@ -674,9 +706,8 @@ class _TrainerLink:
         self.release()
         if trainer.is_deepspeed_enabled:
             raise InputError("watch: DeepSpeed steps inside backward, where no guard can refuse; use FSDP or DDP")
-        guard._bind(
-            trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer), trainer.accelerator.scaler
-        )
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        guard._bind(trainer.model, (optimizer,), trainer.accelerator.scaler)
         guard.stopped, self.findings, self.looked_at = None, None, []
         logged = max((entry.get("guard_skipped", 0) for entry in trainer.state.log_history), default=0)
         guard.skipped_before_resume = max(logged - len(guard.events), 0)
@@ -828,7 +859,7 @@ def watch(
     check_state: bool = False,
     keep_on: str = "cpu",
     folder: str | Path | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer] | None = None,
     scaler: Any = None,
 ) -> Guard:
     """Guard a run against steps whose loss or gradients are not finite.
@@ -859,8 +890,9 @@ def watch(
         With AdamW it is three times the size of the parameters; `Guard.summary` states the bytes.
     folder: where a run that ends leaves its post-mortem; by default ``guard`` in the Trainer's output_dir, else in the
         working directory.
-    optimizer, scaler: a plain loop's; the `GradScaler` if any, and the optimizer for "rollback" and `check_state`, and
-        where `step` takes a closure: what that runs is part of the step, and is not looked at. Without the optimizer
+    optimizer, scaler: a plain loop's; the `GradScaler` if any, and the optimizer (a list if there are several) for
+        "rollback" and `check_state`, where it holds parameters that are not the model's (those of a loss), and where
+        `step` takes a closure: what that runs is part of the step, and is not looked at. Without the optimizer
         its batches would be counted into the next step, and what they change not be put back bit for bit.
 
     A Trainer's schedule does not advance on a refused step, as with a step that GradScaler skips; `global_step` does,
@@ -872,6 +904,8 @@ def watch(
     """
     a_trainer = all(hasattr(trainer_or_model, name) for name in ("training_step", "compute_loss", "add_callback"))
     a_module = isinstance(trainer_or_model, nn.Module)
+    optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else () if optimizer is None else (optimizer,)
+    strange = next((o for o in optimizers if not hasattr(o, "param_groups")), None)
     wrong = {
         f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}": policy not in POLICIES,
         f"keep_on {keep_on!r} is unknown; choose 'cpu' or 'device'": keep_on not in ("cpu", "device"),
@@ -882,8 +916,8 @@ def watch(
         "a Trainer brings its own optimizer and scaler; leave out optimizer= and scaler=": (
             a_trainer and not (optimizer is None and scaler is None)
         ),
-        f"optimizer is a {_kind(optimizer)}; give the optimizer of your loop": (
-            optimizer is not None and not hasattr(optimizer, "param_groups")
+        f"optimizer is a {_kind(strange)}; give the optimizer of your loop": (
+            any(not hasattr(o, "param_groups") for o in optimizers)
         ),
         f"scaler is a {_kind(scaler)}; give the GradScaler of your loop": (
             scaler is not None and not hasattr(scaler, "is_enabled")
@@ -902,9 +936,9 @@ def watch(
             raise InputError("watch: this trainer is watched already; call remove() on its guard first")
         _TrainerLink(guard, trainer_or_model)
         return guard
-    if optimizer is None and guard.check_state:
+    if not optimizers and guard.check_state:
         raise InputError(
             "watch: policy='rollback' and check_state=True need the optimizer: watch(model, optimizer=...)"
         )
-    guard._watch_module(trainer_or_model, optimizer, scaler)
+    guard._watch_module(trainer_or_model, optimizers, scaler)
     return guard
