@@ -245,6 +245,55 @@ def test_a_buffer_that_holds_minus_inf_on_purpose_is_no_finding():
     assert guard.allow_step(loss)
 
 
+class FilledLater(nn.Module):
+    """Its buffer is None until the first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        self.mean = (torch.zeros(4) if self.mean is None else self.mean) * 0.9 + x.mean(0) * 0.1
+        return self.linear(x - self.mean)
+
+
+class Expanded(nn.Module):
+    """Its buffer has more entries than memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.tensor([0.5]).expand(4))
+
+    def forward(self, x):
+        return self.linear(x / self.mean)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("kind", [FilledLater, Expanded])
+def test_unusual_buffers_are_put_back(kind, policy):
+    model = kind()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    guard, before = watch(model, policy, optimizer=optimizer), model.mean
+    for value, good in ((math.nan, False), (1.0, True)):
+        loss = model(torch.full((3, 4), value)).mean()
+        loss.backward()
+        assert guard.allow_step(loss) is good
+        assert good or model.mean is None or torch.equal(model.mean, before)
+        optimizer.zero_grad()
+    guard.after_step()
+    assert torch.isfinite(model.mean).all()
+
+
+def test_a_buffer_that_turns_bad_after_it_was_none_is_found():
+    model = FilledLater()
+    guard = watch(model, check_state=True, optimizer=OPTIMIZERS["sgd"](model.parameters()))
+    model(torch.full((3, 4), math.nan))
+    assert not guard.allow_step(0.0)
+    assert [finding.name for finding in guard.events[0].findings] == ["mean"]
+
+
 # -- Injections --------------------------------------------------------------------------------------
 
 
@@ -623,6 +672,27 @@ def test_several_optimizers_are_rolled_back_together():
     got, guard = run(bad=True)
     assert_identical(got, run(bad=False)[0])
     assert [(event.step, event.what) for event in guard.events] == [(4, "optimizer state")]
+
+
+class Preconditioned(torch.optim.SGD):
+    """Keeps nested state, as Shampoo and SOAP do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["factors"] = {"left": [torch.full((2, 2), self.param_groups[0]["dampening"])]}
+
+
+def test_nested_optimizer_state_is_looked_into_and_put_back():
+    model = nn.Linear(4, 1)
+    optimizer = Preconditioned(model.parameters(), lr=0.1, momentum=0.9)
+    guard = watch(model, "rollback", optimizer=optimizer)
+    assert held_step(guard, model(torch.ones(2, 4)).mean(), [optimizer])
+    optimizer.param_groups[0]["dampening"] = math.nan
+    optimizer.param_groups[0]["momentum"] = 0.0
+    assert not held_step(guard, model(torch.ones(2, 4)).mean(), [optimizer])
+    assert guard.events[0].name == "factors of weight"
+    assert (optimizer.state[model.weight]["factors"]["left"][0] == 0).all()
 
 
 def test_rolling_back_the_first_step_leaves_no_empty_state():

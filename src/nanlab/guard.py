@@ -50,6 +50,7 @@ from nanlab.snapshots import (
     same_rng,
     set_rng_state,
     state_slots,
+    tensors_in,
 )
 
 __all__ = ["Event", "Finding", "Guard", "GuardStop", "Summary", "replay", "watch"]
@@ -216,9 +217,7 @@ def _rows(batch: Any) -> int:
     """Rows of a batch: items of a list, else the first dimension of the first tensor in it; 1 if there is none."""
     if isinstance(batch, list) and batch and not torch.is_tensor(batch[0]):
         return len(batch)
-    sizes: list[int] = []
-    map_leaves(batch, lambda leaf: sizes.append(len(leaf)) if torch.is_tensor(leaf) and leaf.dim() else None)
-    return sizes[0] if sizes else 1
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
 
 
 def _sequences_per_row(collator: Any) -> int:
@@ -265,8 +264,8 @@ class Guard:
         modules = list(model.named_modules())
         self._buffers = Snapshot(lambda: buffer_slots(modules))
         # Some buffers hold −inf on purpose (attention masks): only those that start finite are checked.
-        named = [(name, owner[key]) for name, (owner, key) in self._buffers.slots().items()]
-        self._finite_buffers = [name for name, buffer in named if _first_bad([(name, buffer)]) is None]
+        named = {name: owner[key] for name, (owner, key) in self._buffers.slots().items()}
+        self._finite_buffers = [name for name, buffer in named.items() if buffer is None or _is_finite(buffer)]
         self._open = self._unchecked = False
         if self.policy == "rollback":
             device = None if self.keep_on == "device" else "cpu"
@@ -376,8 +375,8 @@ class Guard:
         return table
 
     def _checked_buffers(self) -> list[tuple[str, Tensor]]:
-        slots = self._buffers.slots()
-        return [(name, slots[name][0][slots[name][1]]) for name in self._finite_buffers if name in slots]
+        named = {name: owner[key] for name, (owner, key) in self._buffers.slots().items()}
+        return [(name, named[name]) for name in self._finite_buffers if named.get(name) is not None]
 
     def _gradients_now(self) -> list[tuple[Tensor, int]]:
         """Each gradient with the number of times it was written to: equal as long as nothing has changed them."""
@@ -387,7 +386,7 @@ class Guard:
         # Adam's step counter lives on the CPU and is a count: nothing to find, and a slow thing to look at.
         state = {name: owner[key] for name, (owner, key) in self._state().items() if key != "step"}
         return {
-            "optimizer state": [(name, value) for name, value in state.items() if torch.is_tensor(value)],
+            "optimizer state": [(name, tensor) for name, value in state.items() for tensor in tensors_in(value)],
             "parameter": self._parameters,
         }
 

@@ -49,9 +49,15 @@ def same_rng(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return same and all(torch.equal(x, y) for x, y in [*tensors, (keys, keys_b)])
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
+def _mark(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Where a tensor lies and how often it was written to: the same as long as nothing has changed it."""
-    return tensor.data_ptr(), tensor._version
+    return tensor.device, tensor.data_ptr(), tensor._version
+
+
+def _fits(tensor: Tensor, held: Tensor) -> bool:
+    """True if `held` can be written into `tensor`: an expanded one has less memory than entries."""
+    expanded = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.shape == held.shape and not expanded
 
 
 class Snapshot:
@@ -64,7 +70,7 @@ class Snapshot:
         self.slots, self.device = slots, device  # device None: each copy beside its original
         self.tensors: dict[str, Tensor] = {}
         self.others: dict[str, Any] = {}
-        self.marks: dict[str, tuple[int, int]] = {}  # of the originals, when they were copied
+        self.marks: dict[str, tuple[torch.device, int, int]] = {}  # of the originals, when they were copied
 
     @torch.no_grad()
     def take(self) -> None:
@@ -111,10 +117,10 @@ class Snapshot:
                 owner[key] = copy.deepcopy(self.others[name])
             elif name not in self.tensors:  # it did not exist yet: an optimizer's state before the first step
                 del owner[key]
-            elif torch.is_tensor(owner[key]) and plain(owner[key]).shape == self.tensors[name].shape:
+            elif torch.is_tensor(owner[key]) and _fits(plain(owner[key]), self.tensors[name]):
                 plain(owner[key]).copy_(self.tensors[name])
             else:
-                owner[key] = self.tensors[name].clone()
+                owner[key] = self.tensors[name].to(self.marks[name][0], copy=True)
 
     @property
     def nbytes(self) -> int:
@@ -123,12 +129,11 @@ class Snapshot:
 
 
 def buffer_slots(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[dict, str]]:
-    """Where the buffers of (name, module) pairs sit, by their qualified name."""
+    """Where the buffers of (name, module) pairs sit, by their qualified name; a place may hold None as yet."""
     return {
         f"{prefix}.{key}" if prefix else key: (module._buffers, key)
         for prefix, module in modules
-        for key, buffer in module._buffers.items()
-        if buffer is not None
+        for key in module._buffers
     }
 
 
@@ -160,3 +165,12 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
         items = [map_leaves(item, change) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return change(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among the leaves of nested dicts, lists and tuples."""
+    if torch.is_tensor(value):
+        return [value]
+    found: list[Tensor] = []
+    map_leaves(value, lambda leaf: found.append(leaf) if torch.is_tensor(leaf) else None)
+    return found
