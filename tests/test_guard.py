@@ -850,6 +850,23 @@ def test_post_mortem_replays_the_same_loss_in_a_fresh_model(located, tmp_path):
     assert torch.equal(report.loss, expected)
 
 
+def test_replay_runs_a_frozen_layer_as_it_ran_and_leaves_every_mode_as_it_was(located, tmp_path):
+    model = make_model()
+    model[1].eval()
+    guard, x = watch(model, "stop", folder=tmp_path), make_batches(1)[0][0]
+    loss = model(x).square().mean()
+    loss.backward()
+    model[0].weight.grad[0, 0] = math.nan
+    with pytest.raises(GuardStop) as caught:
+        guard.allow_step(loss)
+    fresh = make_model()
+    fresh[3].eval()
+    modes = [module.training for module in fresh.modules()]
+    report = replay(caught.value.folder, lambda x: fresh(x).square().mean(), model=fresh)
+    assert torch.equal(report.loss, loss.detach())
+    assert [module.training for module in fresh.modules()] == modes
+
+
 def make_model_like(model):
     state = torch.get_rng_state()
     twin = make_model()

@@ -39,6 +39,8 @@ def write(
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
+    evaluating = [name for name, module in model.named_modules() if not module.training]  # a frozen BatchNorm
+    batches = [{**batch, "evaluating": evaluating} for batch in batches]
     torch.save(map_leaves(batches, _storable), draft / "batches.pt")
     state = model.state_dict()
     small = sum(t.nbytes for t in state.values() if torch.is_tensor(t)) <= WEIGHTS_LIMIT
@@ -126,12 +128,15 @@ def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> 
     if (folder / "weights.pt").is_file():
         _load_weights(model, folder / "weights.pt", device)
     calls = [call_again(step, batch, device) for batch in batches]
-    before, training = rng_state(device), model.training
-    model.train()
+    before, modes = rng_state(device), {module: module.training for module in model.modules()}
+    evaluating = batches[0].get("evaluating", ()) if batches else ()
+    for name, module in model.named_modules():
+        module.training = name not in evaluating
     try:
         return locate(functools.partial(forward_backward, calls, device), model=model, **named_tensors(batches))
     finally:
-        model.train(training)
+        for module, mode in modes.items():
+            module.training = mode
         model.zero_grad(set_to_none=True)
         set_rng_state(before, device)
 
