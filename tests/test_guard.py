@@ -1259,6 +1259,34 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path):
     assert guard.summary().skipped_before_resume == 1
 
 
+def test_a_resumed_run_knows_what_was_skipped_after_the_last_log(tmp_path):
+    data, options = rows(16, {2}), {"save_strategy": "steps", "save_steps": 4, "logging_steps": 100}
+    trained(make_trainer(data, tmp_path, model=tiny("Llama"), **options, max_steps=4))
+    trainer = make_trainer(data, tmp_path, model=tiny("Llama"), **options)
+    guard = watch(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert guard.summary().skipped_before_resume == 1
+    assert trainer.state.log_history[-1]["guard_skipped"] == 1
+
+
+def test_the_log_of_a_second_training_does_not_count_what_the_first_skipped(tmp_path):
+    trainer = make_trainer(rows(8, {2}), tmp_path)
+    _, guard = trained(trainer)
+    trainer.train_dataset = rows(8)
+    trainer.train()
+    assert not any("guard_skipped" in entry for entry in trainer.state.log_history)
+    assert guard.summary().steps_skipped == 1
+
+
+def test_rows_are_those_of_the_loss_where_a_trainer_is_given_more(tmp_path):
+    """TRL's GRPO hands every micro-batch the rows of a whole generation, and takes its own from them."""
+    trainer = make_trainer(rows(8, {4}), tmp_path, accumulation=2)
+    prepare = trainer._prepare_inputs
+    trainer._prepare_inputs = lambda inputs: prepare({key: value[:1] for key, value in inputs.items()})
+    _, guard = trained(trainer)
+    assert [event.rows for event in guard.events] == [2]
+
+
 def test_rows_are_dataset_rows_also_where_a_collator_stacks_pairs(tmp_path):
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 

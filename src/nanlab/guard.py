@@ -681,6 +681,7 @@ class _TrainerLink:
         self.inside = False  # within training_step: evaluation calls compute_loss too
         self.findings: tuple[Finding, ...] | None = None  # of this step, made before clipping
         self.looked_at: list[tuple[Tensor, int]] = []  # the gradients of which these findings are
+        self.skipped_before = self.events_before = 0  # when this training began
         self.last_loss: Tensor | float = 0.0
         self.per_train: list[Callable[[], None]] = []
         self.filter_off = False
@@ -708,8 +709,11 @@ class _TrainerLink:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         guard._bind(trainer.model, (optimizer,), trainer.accelerator.scaler)
         guard.stopped, self.findings, self.looked_at = None, None, []
-        logged = max((entry.get("guard_skipped", 0) for entry in trainer.state.log_history), default=0)
-        guard.skipped_before_resume = max(logged - len(guard.events), 0)
+        noted = [
+            entry.get("guard_skipped", 0) for entry in (*trainer.state.log_history, trainer.state.stateful_callbacks)
+        ]
+        self.skipped_before, self.events_before = max(noted), len(guard.events)
+        guard.skipped_before_resume = max(self.skipped_before - len(guard.events), 0)
         self.per_train = [
             # the last step's mark would hold the schedule for good: without a scaler nobody else takes it off
             functools.partial(setattr, trainer.optimizer, "_is_overflow", False),
@@ -727,12 +731,14 @@ class _TrainerLink:
         guard = self.guard
         if not guard._open:
             guard._begin(rng_state(guard.device))
-        guard._rows += _rows(inputs) // _sequences_per_row(self.trainer.data_collator)
-        self.inside = True
+        self.inside, recorded = True, len(guard._batches)
         try:
             loss = original(model, inputs, *args, **kwargs)
         finally:
             self.inside = False
+        if len(guard._batches) > recorded:  # what the loss is of: some trainers are given more rows than that
+            (inputs,) = guard._batches[recorded]["args"]
+        guard._rows += _rows(inputs) // _sequences_per_row(self.trainer.data_collator)
         guard._losses.append(loss.detach())
         return self.loss_for_log(loss)
 
@@ -799,11 +805,10 @@ class _TrainerLink:
         if not kept or self.guard.scaler is None:  # with a scaler, accelerate has set it already
             self.trainer.optimizer._is_overflow = not kept
 
-    def log(self, logs: dict | None) -> None:
-        """The log says how much was skipped so far: it also reaches trainer_state.json, and a run that is resumed."""
-        skipped = len(self.guard.events) + self.guard.skipped_before_resume
-        if skipped and logs is not None:
-            for entry in (logs, self.trainer.state.log_history[-1]):
+    def note(self, *entries: dict) -> None:
+        """Say how much this run has skipped so far: it reaches trainer_state.json, and a run that is resumed."""
+        if skipped := self.skipped_before + len(self.guard.events) - self.events_before:
+            for entry in entries:
                 entry["guard_skipped"] = skipped
 
 
@@ -818,12 +823,14 @@ def _callback(link: _TrainerLink) -> Any:
             link.restore_filter()
 
         def on_step_end(self, args, state, control, **kwargs):
+            link.note(state.stateful_callbacks)  # a checkpoint may come before the next log
             if link.guard.stopped is not None:
                 control.should_training_stop = True
             return control
 
         def on_log(self, args, state, control, logs=None, **kwargs):
-            link.log(logs)
+            if logs is not None:
+                link.note(logs, state.log_history[-1])
 
         def on_train_end(self, args, state, control, **kwargs):
             link.release()
