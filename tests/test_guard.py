@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import math
 import random
@@ -919,6 +921,43 @@ def test_replay_says_that_the_weights_are_of_another_model(tmp_path):
     with pytest.raises(InputError, match=r"weights.pt does not fit this model.*Missing key") as caught:
         replay(folder, lambda x: model(x).mean(), model=model)
     assert "\n" not in str(caught.value)
+
+
+# -- Copies of what is watched -----------------------------------------------------------------------
+
+
+def test_a_copy_of_a_watched_model_is_not_watched():
+    """An average of the weights is a deep copy, which no `allow_step` ever empties."""
+    model = make_model()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    guard = watch(model, optimizer=optimizer)
+    for twin in (copy.deepcopy(model), saved_and_loaded(model)):
+        twin(make_batches(1)[0][0]).mean().backward()
+        with pytest.raises(InputError, match="has not run"):
+            guard.allow_step(0.0)
+    copy.deepcopy(optimizer).step(lambda: torch.tensor(0.0))
+    model(make_batches(1)[0][0])
+    assert guard.allow_step(0.0)
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def test_a_copy_of_a_watched_trainer_trains_itself(tmp_path):
+    trainer = make_trainer(rows(8), tmp_path)
+    trainer.optimizer = trainer.lr_scheduler = None  # made when training begins
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    guard = watch(trainer)
+    twin = copy.deepcopy(trainer)
+    twin.train()
+    assert guard.steps_seen == 0
+    assert_identical(trainer.model.state_dict(), before)
+    assert not torch.equal(twin.model.get_output_embeddings().weight, trainer.model.get_output_embeddings().weight)
+    trainer.train()
+    assert guard.steps_seen == 4
 
 
 def test_findings_read_as_sentences():

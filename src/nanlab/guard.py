@@ -21,6 +21,7 @@ norm overflows, ``clip_grad_norm_`` multiplies finite gradients by 0.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -226,6 +227,50 @@ def _sequences_per_row(collator: Any) -> int:
     return found - 1 if getattr(collator, "include_reference", True) is False else found
 
 
+# -- Hooks that stay behind -------------------------------------------------------------------------
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a hook is in a copy."""
+
+
+class _Hook:
+    """A hook of a module that is copied (an average of weights) or saved whole: the copy is not watched."""
+
+    def __init__(self, call: Callable):
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _Hook, (_nothing,)
+
+
+class _StandIn:
+    """`new(original, ...)` in the place of a method, on one object; a copy of the object gets its own method again."""
+
+    def __init__(self, owner: Any, name: str, new: Callable):
+        functools.update_wrapper(self, getattr(owner, name))  # keeps the mark by which a scheduler knows its step
+        self.owner, self.name, self.new, self.original = owner, name, new, getattr(owner, name)
+        self.own = vars(owner).get(name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.new(self.original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        if self.own is not None:
+            return copy.deepcopy(self.own, memo)
+        return getattr(type(self.owner), self.name).__get__(copy.deepcopy(self.owner, memo))
+
+    def undo(self) -> None:
+        if self.own is None:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.own)
+
+
 # -- The guard -------------------------------------------------------------------------------------
 
 
@@ -307,13 +352,13 @@ class Guard:
         if self.check_state:
             self._check_optimizers()
         hooks = [
-            module.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._after_forward),
+            module.register_forward_pre_hook(_Hook(self._on_forward), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_Hook(self._after_forward)),
         ]
         for optimizer in optimizers:
             inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
             if hasattr(inner, "_optimizer_step_pre_hooks"):  # not every optimizer is PyTorch's
-                hooks.append(inner.register_step_pre_hook(self._on_optimizer_step))
+                hooks.append(inner.register_step_pre_hook(_Hook(self._on_optimizer_step)))
         self._undo += [hook.remove for hook in hooks]
 
     def _check_optimizers(self) -> None:
@@ -657,18 +702,6 @@ class Guard:
 # -- In a Trainer ----------------------------------------------------------------------------------
 
 
-def _replace(owner: Any, name: str, new: Callable) -> Callable[[], None]:
-    """Put ``functools.partial(new, original)`` in the place of a method, on this one object; returns the way back."""
-    original, own = getattr(owner, name), vars(owner).get(name)
-
-    @functools.wraps(original)  # keeps the mark by which a scheduler knows its optimizer's step
-    def stand_in(*args, **kwargs):
-        return new(original, *args, **kwargs)
-
-    setattr(owner, name, stand_in)
-    return lambda: delattr(owner, name) if own is None else setattr(owner, name, own)
-
-
 class _TrainerLink:
     """Hooks into one transformers or TRL Trainer, without a subclass.
 
@@ -694,8 +727,8 @@ class _TrainerLink:
         guard._undo += [
             lambda: trainer.remove_callback(callback),
             self.release,
-            _replace(trainer, "training_step", self.training_step),
-            _replace(trainer, "compute_loss", self.compute_loss),
+            _StandIn(trainer, "training_step", self.training_step).undo,
+            _StandIn(trainer, "compute_loss", self.compute_loss).undo,
         ]
         if trainer.is_in_train and trainer.optimizer is not None:  # called from a callback: `on_train_begin` is over
             self.attach()
@@ -717,8 +750,8 @@ class _TrainerLink:
         self.per_train = [
             # the last step's mark would hold the schedule for good: without a scaler nobody else takes it off
             functools.partial(setattr, trainer.optimizer, "_is_overflow", False),
-            _replace(trainer.optimizer, "step", self.optimizer_step),
-            _replace(trainer.accelerator, "clip_grad_norm_", self.clip_grad_norm),
+            _StandIn(trainer.optimizer, "step", self.optimizer_step).undo,
+            _StandIn(trainer.accelerator, "clip_grad_norm_", self.clip_grad_norm).undo,
         ]
 
     def release(self) -> None:
@@ -816,6 +849,9 @@ def _callback(link: _TrainerLink) -> Any:
     from transformers import TrainerCallback
 
     class GuardCallback(TrainerCallback):
+        def __deepcopy__(self, memo):
+            return TrainerCallback()
+
         def on_train_begin(self, args, state, control, **kwargs):
             link.attach()
 
