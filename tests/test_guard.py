@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -504,6 +505,12 @@ def test_remove_takes_the_hook_out():
     assert not model._forward_pre_hooks
 
 
+def transformers_trainer():
+    import transformers
+
+    return transformers.Trainer
+
+
 def watch_with(make_optimizers, policy="rollback"):
     model = make_model()
     return watch(model, policy, optimizer=make_optimizers(model))
@@ -514,6 +521,9 @@ def watch_with(make_optimizers, policy="rollback"):
     [
         (lambda: watch(make_model(), "skipp"), "policy 'skipp' is unknown"),
         (lambda: watch(3), "int is neither a Trainer nor"),
+        (lambda: watch(transformers_trainer()), "type is neither a Trainer nor"),
+        (lambda: watch(nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d())), "parameters without a shape yet"),
+        (lambda: watch(watch(make_model()).model), "this model is watched already"),
         (lambda: watch(make_model(), "rollback"), "need the optimizer"),
         (lambda: watch(make_model(), keep_on="disk"), "keep_on 'disk' is unknown"),
         (lambda: watch(make_model(), max_consecutive=0), "give 1 or more"),
@@ -747,6 +757,14 @@ def test_a_bad_loss_is_the_guards_business_and_leaves_the_scale_alone(tmp_path):
     assert len(optimizer.state) == 6
 
 
+def test_a_bad_loss_may_come_before_any_was_scaled(tmp_path):
+    guard, model, _, scaler = scaled(tmp_path)
+    before = scaler.get_scale()
+    model(make_batches(1)[0][0])
+    assert not guard.allow_step(math.nan)
+    assert scaler.get_scale() == before
+
+
 def test_the_guard_speaks_up_when_the_scaler_never_steps(tmp_path):
     guard, model, optimizer, scaler = scaled(tmp_path)
     for _ in range(SCALER_PATIENCE - 1):
@@ -850,6 +868,34 @@ def test_post_mortem_replays_the_same_loss_in_a_fresh_model(located, tmp_path):
     torch.set_rng_state(torch.load(folder / "batches.pt", weights_only=True)[0]["rng"]["cpu"])
     expected = make_model_like(model)(x).square().mean()  # same weights, same dropout
     assert torch.equal(report.loss, expected)
+
+
+class Inputs(nn.Module):
+    """Takes what is no plain tensor: a sparse one, an array, a type, a tuple with names."""
+
+    Pair = namedtuple("Pair", ["left", "right"])
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, sparse, array, pair=None, dtype=None):
+        x = torch.sparse.mm(sparse, torch.as_tensor(array, dtype=dtype))
+        return SimpleNamespace(loss=self.linear(x).square().mean() * (1 if pair is None else pair.left))
+
+
+@pytest.mark.parametrize("pair", [None, Inputs.Pair(torch.ones(()), torch.ones(()))])
+def test_inputs_that_are_no_plain_tensors_are_run_again(located, pair, tmp_path):
+    model = Inputs()
+    guard = watch(model, "stop", locate=True, folder=tmp_path)
+    array = np.full((6, 4), np.nan)
+    loss = model(torch.eye(6).to_sparse(), array, pair, dtype=torch.float32).loss
+    loss.backward()
+    with pytest.raises(GuardStop) as caught:
+        guard.allow_step(loss)
+    assert guard.events[0].report.loss.isnan()
+    if pair is None:  # named fields are lost on disk
+        assert replay(caught.value.folder, lambda *a, **k: model(*a, **k).loss, model=model).loss.isnan()
 
 
 def test_replay_runs_a_frozen_layer_as_it_ran_and_leaves_every_mode_as_it_was(located, tmp_path):

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 
 from nanlab import post_mortem
@@ -299,6 +300,8 @@ class Guard:
     def _bind(self, model: nn.Module, optimizers: tuple, scaler) -> None:
         """Look up once what every step needs: names and places of parameters and buffers."""
         self.model, self.optimizers, self.scaler = model, optimizers, scaler
+        if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            raise InputError("watch: the model has parameters without a shape yet; run one batch through it before")
         if not any(p.requires_grad for p in model.parameters()):
             raise InputError(
                 "watch: the model has no parameter that requires a gradient; give the model that you train"
@@ -534,6 +537,9 @@ class Guard:
         set_rng_state(self._rng, self.device)
         self._open = False
         if self._scaling():  # forget that these gradients were unscaled; the scale stays
+            self.scaler.scale(
+                torch.zeros((), device=self.device)
+            )  # it is made when a loss is scaled for the first time
             self.scaler.update(self.scaler.get_scale())
 
     def _end(self, event: Event) -> None:
@@ -944,7 +950,9 @@ def watch(
     Raises `InputError`, in one line, for an argument that it does not know or cannot use, for a folder that cannot be
     written to, for a model without trainable parameters, and for DeepSpeed, which steps inside backward.
     """
-    a_trainer = all(hasattr(trainer_or_model, name) for name in ("training_step", "compute_loss", "add_callback"))
+    a_trainer = not isinstance(trainer_or_model, type) and all(
+        hasattr(trainer_or_model, name) for name in ("training_step", "compute_loss", "add_callback")
+    )
     a_module = isinstance(trainer_or_model, nn.Module)
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else () if optimizer is None else (optimizer,)
     strange = next((o for o in optimizers if not hasattr(o, "param_groups")), None)
@@ -978,6 +986,8 @@ def watch(
             raise InputError("watch: this trainer is watched already; call remove() on its guard first")
         _TrainerLink(guard, trainer_or_model)
         return guard
+    if any(isinstance(h, _Hook) and h.call is not _nothing for h in trainer_or_model._forward_pre_hooks.values()):
+        raise InputError("watch: this model is watched already; call remove() on its guard first")
     if not optimizers and guard.check_state:
         raise InputError(
             "watch: policy='rollback' and check_state=True need the optimizer: watch(model, optimizer=...)"

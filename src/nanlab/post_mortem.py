@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +20,18 @@ from nanlab.snapshots import map_leaves, plain, rng_state, set_rng_state
 WEIGHTS_LIMIT = 256 * 2**20  # bytes: the folder holds the weights of small models only
 
 
-def _storable(leaf: Any) -> Any:
+def _storable(value: Any) -> Any:
+    """What can be loaded again without running foreign code: tuples lose the names of their fields."""
+    return map_leaves(value, _storable_leaf, lambda old, items: tuple(items))
+
+
+def _storable_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        leaf = torch.from_numpy(leaf.copy())  # it may be read-only, or run backwards
     if torch.is_tensor(leaf):
-        return plain(leaf).cpu()
-    return leaf if isinstance(leaf, str | int | float | bool | None) else repr(leaf)
+        return (leaf.detach() if leaf.layout != torch.strided else plain(leaf)).cpu()
+    known = str | int | float | complex | bool | torch.dtype | torch.device | None
+    return leaf if isinstance(leaf, known) else repr(leaf)
 
 
 def write(
@@ -41,11 +50,11 @@ def write(
     draft.mkdir(parents=True)
     evaluating = [name for name, module in model.named_modules() if not module.training]  # a frozen BatchNorm
     batches = [{**batch, "evaluating": evaluating} for batch in batches]
-    torch.save(map_leaves(batches, _storable), draft / "batches.pt")
+    torch.save(_storable(batches), draft / "batches.pt")
     state = model.state_dict()
     small = sum(t.nbytes for t in state.values() if torch.is_tensor(t)) <= WEIGHTS_LIMIT
     if whole := small and not any(hasattr(t, "to_local") for t in state.values()):
-        torch.save(map_leaves(dict(state), _storable), draft / "weights.pt")
+        torch.save(_storable(dict(state)), draft / "weights.pt")
     (draft / "log_tail.json").write_text(json.dumps(log_tail, default=str, indent=1))
     more = {"torch": torch.__version__, "weights": whole, "micro_batches": len(batches)}
     (draft / "summary.json").write_text(json.dumps({**summary, **more}, indent=1))

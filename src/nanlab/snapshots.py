@@ -157,13 +157,17 @@ def group_slots(optimizer: torch.optim.Optimizer) -> dict[str, tuple[dict, str]]
     }
 
 
-def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` applied to every leaf of nested dicts, lists and tuples."""
+def map_leaves(value: Any, change: Callable[[Any], Any], make_tuple: Callable[[Any, list], tuple] | None = None) -> Any:
+    """`change` applied to every leaf of nested dicts, lists and tuples; one with named fields keeps them.
+
+    make_tuple: another way to make a tuple of the old one and the new items.
+    """
+    make_tuple = make_tuple or (lambda old, items: old._make(items) if hasattr(old, "_make") else tuple(items))
     if isinstance(value, Mapping):
-        return {key: map_leaves(item, change) for key, item in value.items()}
+        return {key: map_leaves(item, change, make_tuple) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [map_leaves(item, change) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        items = [map_leaves(item, change, make_tuple) for item in value]
+        return items if isinstance(value, list) else make_tuple(value, items)
     return change(value)
 
 
