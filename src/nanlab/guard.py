@@ -16,7 +16,9 @@ What it hides: the rows of a refused step are not learned from. All micro-batche
 `Guard.summary` counts them. A cause that comes back with every epoch is skipped with every epoch: use `locate`.
 
 What it does not see: a step that is finite and wrong. Nor a gradient that clipping has turned into zeros: where the L2
-norm overflows, ``clip_grad_norm_`` multiplies finite gradients by 0.
+norm overflows, ``clip_grad_norm_`` multiplies finite gradients by 0. In a plain loop, what changes the gradients after
+`Guard.allow_step`. And where a module also runs in the step of another (a discriminator in the generator's), that
+forward counts to the module's own next step.
 """
 
 from __future__ import annotations
@@ -928,8 +930,9 @@ def watch(
 
     trainer_or_model: a Trainer before `train`, or the module that your loop calls (also wrapped in DDP).
     policy: "skip" refuses the step and goes on. "rollback" also undoes a step that has left a parameter or the
-        optimizer state not finite, from a copy taken after every good step. "stop" ends the run at the first bad step;
-        in a Trainer `train` returns. "raise" raises `GuardStop` there. "off" installs no hook and costs nothing.
+        optimizer state not finite, from a copy taken after every good step and of what was changed since (a checkpoint
+        was loaded, weights were clipped). "stop" ends the run at the first bad step; in a Trainer `train` returns.
+        "raise" raises `GuardStop` there. "off" installs no hook and costs nothing.
     locate: replay a refused step at once under `nanlab.locate`; the Report is in the event.
     max_consecutive: that many refused steps in a row are a dead run, which is stopped.
     check_state: look also at buffers before, and at parameters and optimizer state after the step (a second fetch).
@@ -938,9 +941,9 @@ def watch(
         With AdamW it is three times the size of the parameters; `Guard.summary` states the bytes.
     folder: where a run that ends leaves its post-mortem; by default ``guard`` in the Trainer's output_dir, else in the
         working directory.
-    optimizer, scaler: a plain loop's; the `GradScaler` if any, and the optimizer (a list if there are several) for
-        "rollback" and `check_state`, where it holds parameters that are not the model's (those of a loss), and where
-        `step` takes a closure: what that runs is part of the step, and is not looked at. Without the optimizer
+    optimizer, scaler: a plain loop's; the `GradScaler` if any, and the optimizer, or a list of them. "rollback" and
+        `check_state` need all that train the model. Otherwise give it where it also holds parameters of a loss, and
+        where `step` takes a closure: what that runs is part of the step, and is not looked at. Without the optimizer
         its batches would be counted into the next step, and what they change not be put back bit for bit.
 
     A Trainer's schedule does not advance on a refused step, as with a step that GradScaler skips; `global_step` does,
@@ -948,7 +951,8 @@ def watch(
     With a GradScaler, an inf in the scaled gradients with a finite loss is the scaler's own business; after 16 such
     steps in a row the guard ends the run and says that none has been taken.
     Raises `InputError`, in one line, for an argument that it does not know or cannot use, for a folder that cannot be
-    written to, for a model without trainable parameters, and for DeepSpeed, which steps inside backward.
+    written to, for a model without trainable parameters, with lazy ones, or watched already, for an optimizer that does
+    not hold all that is trained, and for DeepSpeed, which steps inside backward.
     """
     a_trainer = not isinstance(trainer_or_model, type) and all(
         hasattr(trainer_or_model, name) for name in ("training_step", "compute_loss", "add_callback")

@@ -119,8 +119,10 @@ def replay(folder: str | Path, step: Any, *, model: nn.Module | None = None) -> 
 
     folder: what `GuardStop.folder` names. step: a Trainer, or a callable that gets one recorded batch as the forward
     got it (a Trainer's: the inputs dict and ``num_items_in_batch``) and returns the scalar loss. model: the module
-    that `step` uses; with a Trainer its own. Weights in the folder are loaded into the model, and stay there.
-    Gradients are dropped and the random generators put back afterwards. Raises `InputError` if the folder is not one,
+    that `step` uses; with a Trainer its own. Weights in the folder are loaded into the model, and stay there. NumPy
+    arrays come back as tensors, named tuples as plain ones, objects that are no numbers as their text.
+    Submodules run in the mode, training or not, that they ran in. Gradients are dropped, and modes and random
+    generators put back afterwards. Raises `InputError` if the folder is not one,
     is damaged, or holds the weights of another model.
     """
     folder = Path(folder)
