@@ -359,7 +359,10 @@ def _problem_04_entropy(entropy) -> str:
                 return f"{name}, {row}: the {what} is {shown[0]}, and should be {shown[1]}."
     tail = torch.zeros(1, 150_001)
     tail[0, 0] = math.log(0.985 / 1e-7)  # beside one likely token a large share of the entropy lies in the small ones
-    for what, logits in {"all equally likely": torch.zeros(1, 150_000), "one likely, the others 1e-7 each": tail}.items():
+    for what, logits in {
+        "all equally likely": torch.zeros(1, 150_000),
+        "one likely, the others 1e-7 each": tail,
+    }.items():
         log_p = logits.double().log_softmax(-1)
         right = -(log_p.exp() * log_p).sum(-1)
         value, trouble = _tensor_of(lambda logits=logits: entropy(logits))
