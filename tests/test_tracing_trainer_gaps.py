@@ -120,6 +120,18 @@ def test_weights_that_a_callback_makes_inf_are_no_mask(make):
     assert report.source == line("the scale is inf")
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_gradients_that_a_callback_divides_by_a_counter_of_0(make, first):
+    class Scale(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            for p in model.parameters():
+                p.grad /= state.global_step - first  # the counter
+
+    report = locate(make(model=Net(9), callbacks=[Scale()]))
+    assert verdict(report) == ("zero_over_zero", "optimizer", line("the counter")), str(report)
+    assert (report.batch, report.rows) == (first, [])
+
+
 @clips_itself
 @pytest.mark.parametrize("start", [0, 2])
 def test_clipping_of_ones_own_has_its_line(make, start):

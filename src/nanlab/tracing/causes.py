@@ -172,14 +172,7 @@ class Birth(SimpleNamespace):
         """The output with float64 arguments; None also if it is large, or written in place."""
         if re.search("^_f|_$", self.op) or sum(x.numel() for _, x, _ in self.inputs) > LARGEST:
             return None
-        bad_here = {id(x) for _, x, kind in self.inputs if kind}  # others are bad elsewhere, if at all
-
-        def wide(v: object) -> object:
-            if not is_float(v):
-                return torch.float64 if isinstance(v, torch.dtype) else v
-            return v.double() if id(v) in bad_here else v.double().nan_to_num(0.5, 0.5, 0.5)
-
-        return self.again(wide)
+        return self.again(lambda v: v.double() if is_float(v) else torch.float64 if isinstance(v, torch.dtype) else v)
 
     def excess(self) -> str:
         """How far past the largest number of the dtype."""

@@ -79,7 +79,7 @@ class Hunt:
         trainer, handler = self.trainer, self.trainer.callback_handler
         for owner in filter(None, (trainer, trainer.optimizer, trainer.accelerator)):
             for name, own in list(vars(owner).items()):
-                if getattr(own, "__globals__", {}).get("__name__") == "nanlab.guard":
+                if type(own).__module__ == "nanlab.guard" and hasattr(own, "__wrapped__"):
                     setattr(owner, name, own.__wrapped__)
         kept = lambda c: not type(c).__module__.startswith(LIBRARIES) or type(c).__name__ in KEPT
         handler.callbacks = list(filter(kept, handler.callbacks))

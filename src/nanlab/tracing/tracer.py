@@ -171,7 +171,6 @@ class Tracer(TorchDispatchMode):
         for t in roots:
             self.sink_loss("the loss given to backward()", t)
         result = self.backward(tensors, *args, **kwargs)
-        self.went_backward = self.n
         with _disable_current_modes():  # now: a guard may throw the gradients away, or another rank have spoilt them
             self.graded |= (reached := leaves(roots)).keys()
             for p in reached.values():

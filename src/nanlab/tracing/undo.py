@@ -8,7 +8,7 @@ import re
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from nanlab.tracing.values import plain
 ATOMS = {int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size}
 ROWS = (np.ndarray, list, Tensor)  # in a data set: left alone
 DATA = re.compile("dataset|data_source")
-ALIVE = (type, ModuleType, np.memmap, _BaseDataLoaderIter)
+ALIVE = (type, GenericAlias, ModuleType, np.memmap, _BaseDataLoaderIter)
 FOREIGN = {*sys.stdlib_module_names, "datasets", "pandas", "pyarrow", "ray", "tokenizers", "tqdm", "vllm", "wandb"}
 FOREIGN -= {"_random", "abc", "argparse", "builtins", "collections", "functools", "random", "types", "typing"}
 EMPTY = object()  # a slot, or a variable of a closure, that nothing was put into
