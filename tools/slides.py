@@ -98,7 +98,8 @@ def put_reveal(target: Path, cache: Path) -> None:
         wanted = [m for m in files if m.name.startswith(("package/dist/", "package/plugin/notes/", "package/LICENSE"))]
         for member in wanted:
             member.name = member.name.replace("package", "reveal.js", 1)
-        files.extractall(target, members=wanted, filter="data")
+        known = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # 3.11.2 has no filters
+        files.extractall(target, members=wanted, **known)
     for theme in (target / "reveal.js" / "dist" / "theme").glob("*.css"):  # they ask a host for its fonts
         theme.write_text(
             re.sub(r"@import url\(https?:[^)]*\);", "", theme.read_text(encoding="utf-8")), encoding="utf-8"
