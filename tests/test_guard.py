@@ -1206,6 +1206,10 @@ def test_clipping_does_not_hide_which_gradient_was_bad(tmp_path):
 @pytest.mark.parametrize("half", [False, True])
 def test_a_norm_that_overflows_does_not_turn_finite_gradients_into_nan(half, policy, tmp_path):
     """Without a limit the Trainer "clips" to infinity, and inf / inf is NaN: after the guard has seen them finite."""
+    from transformers import Trainer
+
+    if not hasattr(Trainer, "_clip_grad_norm"):
+        pytest.skip("in this transformers a limit of 0 means that nothing is clipped")
     data = rows(12)
     data[4]["factor"] = data[5]["factor"] = 4e4 if half else 1e25
     model = tiny("GPTNeoX").half() if half else None
