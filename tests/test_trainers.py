@@ -389,7 +389,8 @@ def test_every_mean_is_over_the_same_rows(kind, tmp_path, tokenizer, rows):
     others = {i for row in rows for text in row.values() for i in tokenizer(text)["input_ids"]}
     text = next(c for c in map(chr, range(33, 126)) if not set(tokenizer(c)["input_ids"]) & others)
     token, model = torch.tensor(tokenizer(text)["input_ids"]), make_model()
-    model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, token, -math.inf))
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, token, -math.inf))
     dirty = [*rows, {**rows[0], "rejected": text + rows[0]["rejected"]}]
     trainer = make_trainer(kind, tmp_path, tokenizer, rows, dirty, model)
     metrics, clean = trainer.evaluate(), trainer.evaluate(Dataset.from_list(rows))
@@ -546,13 +547,14 @@ def test_all_weights_come_back_from_a_checkpoint(kind, tmp_path, tokenizer, rows
     assert not resumed.model.get_output_embeddings().weight.equal(make_model().get_output_embeddings().weight)
 
 
-@pytest.mark.parametrize("trained", ["gpt_neox.final_layer_norm", "lm_head"])  # the head has another name in the file
+@pytest.mark.parametrize("trained", ["norm", "head"])  # the head has another name in the file
 def test_weights_of_two_types_come_back_from_a_checkpoint_unrounded(trained, tmp_path, tokenizer, rows):
     """A frozen model in bf16 with one layer in fp32, the one that is trained."""
 
     def train(folder, checkpoint=None):
         model = make_model().bfloat16().requires_grad_(False)
-        layer = model.get_submodule(trained).float().requires_grad_(True)
+        layer = model.get_output_embeddings() if trained == "head" else model.gpt_neox.final_layer_norm
+        layer.float().requires_grad_(True)
         options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-4, "bf16": True}
         trainer = make_trainer("token-tpo", folder, tokenizer, rows, model=model, **options)
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -720,17 +722,18 @@ def test_a_loss_named_twice_counts_twice(kinds, weights, factors, tmp_path, toke
 def test_a_router_loss_is_refused_and_not_forgotten(kind, tmp_path, tokenizer, rows):
     """A mixture of experts asks for it in its config alone; with coefficient 0 there is none."""
 
-    def trainer(coefficient):
+    def trainer(coefficient, **options):
         config = MixtralConfig(
             vocab_size=1536, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=2, num_local_experts=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=0,
             pad_token_id=1, output_router_logits=True, router_aux_loss_coef=coefficient,
         )  # fmt: skip
-        return make_trainer(kind, tmp_path, tokenizer, rows, model=MixtralForCausalLM(config).eval())
+        return make_trainer(kind, tmp_path, tokenizer, rows, model=MixtralForCausalLM(config).eval(), **options)
 
     with pytest.raises(InputError, match=r"^router_aux_loss_coef: \w+ computes no router loss .* set it to 0\.0 in"):
         trainer(0.5)
-    assert math.isfinite(trainer(0.0).evaluate()["eval_loss"])
+    off = {"router_aux_loss_coef": 0.0} if kind == "dpo" else {}  # older releases of TRL ask for it by default
+    assert math.isfinite(trainer(0.0, **off).evaluate()["eval_loss"])
 
 
 @pytest.mark.parametrize("kind", METHODS)
