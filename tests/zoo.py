@@ -791,9 +791,9 @@ def scaler_cannot_help() -> Case:
     return scaled([w], lambda: torch.sqrt(w).sum(), 16.0)  # BUG scaler_cannot_help
 
 
-def scaled(parameters, loss: Callable[[], Tensor], scale: float) -> Case:
+def scaled(parameters, loss: Callable[[], Tensor], scale: float, **options) -> Case:
     parameters = list(parameters)
-    optimizer, scaler = torch.optim.SGD(parameters, lr=0.1), torch.amp.GradScaler("cpu", init_scale=scale)
+    optimizer, scaler = torch.optim.SGD(parameters, lr=0.1, **options), torch.amp.GradScaler("cpu", init_scale=scale)
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -954,15 +954,30 @@ def minus_inf_start_of_a_maximum() -> Case:
     return backward_of(lambda: torch.maximum(torch.full((4,), -INF), w).sum())
 
 
-@healthy
-def transient_inf_of_a_scaler() -> Case:
+def transient_inf(**options) -> Case:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
 
     def loss() -> Tensor:
         with torch.autocast("cpu", dtype=torch.float16):
             return layer(x).float().pow(2).mean()
 
-    return scaled(layer.parameters(), loss, 2.0**40)
+    return scaled(layer.parameters(), loss, 2.0**40, **options)
+
+
+@healthy
+def transient_inf_of_a_scaler() -> Case:
+    return transient_inf()
+
+
+@healthy
+def transient_inf_of_a_scaler_with_a_fused_optimizer() -> Case:  # it is given its gradients scaled
+    return transient_inf(fused=True)
+
+
+@fault("gradient_at_edge", "backward", "div", kind="inf")
+def scaler_with_a_fused_optimizer_cannot_help() -> Case:
+    w = leaf(0.0, 0.0)
+    return scaled([w], lambda: torch.sqrt(w).sum(), 16.0, fused=True)  # BUG scaler_with_a_fused_optimizer_cannot_help
 
 
 @healthy

@@ -306,7 +306,9 @@ def check_04_log1mexp(log1mexp) -> bool:
 def _problem_04_log1mexp(log1mexp) -> str:
     import torch
 
-    x = torch.tensor([-80.0, -20.0, -5.0, -0.7, -0.69, -0.5, -1e-4, -2e-8, -1e-8, -1e-20], requires_grad=True)
+    x = torch.tensor(
+        [-80.0, -20.0, -16.5, -13.0, -9.7, -5.0, -0.7, -0.69, -0.5, -1e-4, -2e-8, -1e-8, -1e-20], requires_grad=True
+    )
     exact = x.detach().double()
     value_64 = torch.where(exact > -0.5, (-exact.expm1()).log(), (-exact.exp()).log1p())
     slope_64 = -1 / (-exact).expm1()

@@ -113,9 +113,9 @@ def _no_progress_bars() -> Iterator[None]:
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer like Pythia's, trained on the course's own text: the same on every machine.
 
-    Pythia's special tokens are kept: unk = bos = eos = ``<|endoftext|>`` (id 0), and ``pad_token`` is not set, because
-    Pythia's is not. TRL then pads with eos (lesson 05 shows what that does). ``<|padding|>`` (id 1) is in the
-    vocabulary, as in Pythia's, for who wants a pad token of its own: ``tokenizer.pad_token = "<|padding|>"``.
+    Pythia's special tokens are kept: unk = bos = eos = ``<|endoftext|>`` (id 0), and ``pad_token`` is not set, as
+    under transformers 4 (version 5 makes it ``<|padding|>``). TRL then pads with eos (lesson 05 shows what that does).
+    ``<|padding|>`` (id 1) is in the vocabulary, for who wants it: ``tokenizer.pad_token = "<|padding|>"``.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

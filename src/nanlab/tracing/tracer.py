@@ -20,17 +20,21 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from nanlab.tracing.carry import trace
 from nanlab.tracing.causes import CONSTANT, COPIES, MASKS, Birth, Was, diagnose
 from nanlab.tracing.counts import Counts
 from nanlab.tracing.events import Event, Parts, Taint, merge
 from nanlab.tracing.names import UNNAMED, Names, name_in_frames
-from nanlab.tracing.values import as_list, bad, bad_mask, is_float, is_mask, key_of, plain, span
+from nanlab.tracing.values import as_list, bad, bad_mask, is_composed, is_float, is_mask, key_of, plain, span
 from nanlab.tracing.where import Place, line_of, walk
 
 UNSEEN_OR_SHARED = ("empty", "resize_", "set_", "new_empty", "_unsafe_view")
-OVERWRITES = re.compile(r"(copy|fill|zero|normal|uniform|exponential|bernoulli|random)_|.*\.(\w+_)?out")
+COLLECTIVE = re.compile("_?c10d|fsdp::all_gather").match
+OVERWRITES = re.compile(
+    r"(_foreach_)?(copy|fill|zero|normal|uniform|exponential|bernoulli|random)_|.*\.(\w+_)?out|split_with_sizes_copy|chunk_cat"
+)
 # In an optimizer step these cannot make a finite number bad: averages, shrinking by a factor, adding a constant.
 HARMLESS = {
     "lerp": lambda by, wide: 0 <= by <= 1,
@@ -49,6 +53,8 @@ def facts(func) -> tuple[str, tuple, bool, bool]:
     if (schema := getattr(func, "_schema", None)) is None:
         return str(func), (), False, False
     name, arguments = schema.name.split("::")[-1], list(enumerate(schema.arguments))
+    if COLLECTIVE(schema.name):
+        return schema.name, (), True, False
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
     if name.endswith("batch_norm") and not writes:  # it updates its running statistics without saying so
         writes = tuple((i, a.name) for i, a in arguments if a.name.startswith("running_"))
@@ -79,7 +85,7 @@ class Tracer(TorchDispatchMode):
     ``lifted``, that are made of Python numbers; ``dropped``, a sum → the events of what nansum has left out.
     Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``chosen``, the
     last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``, kind → the last
-    output, ``last``, of any kind.
+    output, ``last``, of any kind; ``sends``, what this rank has given to others, or another rank to this one.
     Optimizers: ``steps``, whose step is running, None for a closure; ``optimizers``, that have stepped; ``settings``,
     kind → the event of such a learning rate; ``growth``: (n, largest |parameter|) before each step; ``graded``: ids of
     the leaf tensors that have a gradient of this step.
@@ -94,7 +100,7 @@ class Tracer(TorchDispatchMode):
         self.names, self.counts, self.taint = Names(), Counts(forwards), Taint()
         self.n, self.went_backward, self.forward, self.outside, self.sinks = 0, -1, {}, Place(), {}
         self.put, self.came, self.lifted, self.passed, self.dropped = set(), set(), set(), set(), {}
-        self.reads, self.latest, self.last, self.chosen, self.refused = {}, {}, (), (), ()
+        self.reads, self.latest, self.last, self.chosen, self.refused, self.sends = {}, {}, (), (), (), ()
         self.steps, self.optimizers, self.settings, self.growth, self.graded = [None], {}, {}, [], set()
         self.scaler_skips, self.raised_about_nan, self.call = False, False, ""
 
@@ -157,7 +163,7 @@ class Tracer(TorchDispatchMode):
 
     def ranges(self) -> tuple[float, list[Tensor]]:
         """Of the parameters that optimizers move: the largest |number| of those that are finite, and the others."""
-        moved = (p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.numel())
+        moved = (p for o in self.optimizers for g in o.param_groups for p in g["params"] if plain(p).numel())
         tops = [(max(-low.item(), high.item()), p) for p in moved for low, high in [torch.aminmax(plain(p))]]
         finite = [top for top, _ in tops if math.isfinite(top)]
         return max(finite, default=math.nan), [p for top, p in tops if not math.isfinite(top)]
@@ -216,6 +222,8 @@ class Tracer(TorchDispatchMode):
 
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(map(is_composed, types)):
+            return NotImplemented  # then it does what it has to do with its parts, and that is watched
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and (out := self.decomposed(func, args, kwargs)) is not NotImplemented:
             return out
@@ -232,6 +240,8 @@ class Tracer(TorchDispatchMode):
             self.forward[number] = (self.names.here(), name)
         if name == "lift_fresh":
             self.lifted |= {key_of(t) for t in args if is_float(t)}
+        if COLLECTIVE(name):
+            self.sent(func, args, out)
         if skip or (not self.taint and self.harmless(name, args)):
             return out
         outs = list({id(t): t for t in (*written, *as_list(out)) if is_float(t)}.values())
@@ -259,6 +269,17 @@ class Tracer(TorchDispatchMode):
             before[id(t)] = Was(kind, t.clone(), self.blame(t, kind)) if (kind := bad(t)) else Was("", t)
         return written, before
 
+    def sent(self, func, args: tuple, out: object) -> None:
+        """What a collective operation writes is there when every rank has sent; what this one sends may be to blame."""
+        named = [
+            (a.name, t) for a, value in zip(func._schema.arguments, args, strict=False) for t in tree_leaves(value)
+        ]
+        blame = merge(self.guilty(t, kind) for a, t in named if "output" not in a and is_float(t) and (kind := bad(t)))
+        for t in (*(t for a, t in named if "output" in a), *tree_leaves(out)):
+            if blame and is_float(t):
+                self.taint.record(t, [(None, blame)])
+        self.sends = merge([self.sends, blame])
+
     def decomposed(self, func, args: tuple, kwargs: dict):
         """In inference mode composite operations arrive whole: take them apart, and watch the parts."""
         if not isinstance(func, torch._ops.OpOverload):
@@ -285,6 +306,8 @@ class Tracer(TorchDispatchMode):
             self.chosen = self.guilty(args[0], kind)  # argmax, long(), a drawn token
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
+        elif name == "_amp_update_scale_":  # by now it is lowered; a fused optimizer is given its gradients scaled
+            self.scaler_skips |= bool(args[2]) and float(args[0]) >= 1
 
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
@@ -364,7 +387,7 @@ class Tracer(TorchDispatchMode):
     def blame(self, x: Tensor, kind: str) -> Parts:
         """Whose fault are the bad elements of ``x``? Nobody's here, if they came in from outside."""
         if (parts := self.taint.behind(x)) is None:
-            return [(None, (self.arrived(x, kind),))]
+            return [(None, self.arrived(x, kind))]
         for e in merge(events for _, events in parts) if key_of(x) in self.put else ():
             if e.phase == "data" and not e.deliberate and e.name.startswith((UNNAMED, CONSTANT)):
                 name, cause, whole = self.names.find(x)  # a constant is called by what it was put into
@@ -374,7 +397,7 @@ class Tracer(TorchDispatchMode):
                     vars(e).update(vars(seen), inputs=[f"{name}: {span(whole)}"])
         return parts
 
-    def arrived(self, x: Tensor, kind: str) -> Event:
+    def arrived(self, x: Tensor, kind: str) -> tuple[Event, ...]:
         variable = getattr(torch._C._current_autograd_node(), "variable", None)
         if variable is not None and variable.grad is not None and key_of(variable.grad) == key_of(x):
             self.names.adopt_parameter(name_in_frames(variable)[0], variable)
@@ -383,18 +406,23 @@ class Tracer(TorchDispatchMode):
         mask = kind == "-inf" and not x.requires_grad and is_mask(x)
         number = x.dim() == 0 or (x.numel() == 1 and key_of(x) in self.lifted)
         op, deliberate = name, mask or (number and not known and kind != "nan")
-        reduced = torch.distributed.is_initialized() and self.went_backward >= 0 and self.steps[-1] is None
-        if reduced and not known and name == UNNAMED:
+        reducing = torch.distributed.is_initialized() and self.went_backward >= 0 and self.steps[-1] is None
+        if reduced := reducing and not known and name == UNNAMED:
+            if self.sends:  # one of the ranks did it; this one had a part in it
+                self.taint.record(x, [(None, self.sends)])
+                return self.sends
             op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
         event = self.event(op, phase, name=name, cause=cause, kind=kind.strip("-"), explanation=said)
         event = replace(event.about(whole, bad_mask(whole)), phase=phase, inputs=[f"{event.op}: {span(whole)}"])
+        if reduced:
+            self.sends, event.rows, event.length = (event,), [], 0
         event.deliberate = deliberate
         event.amount += ", inf among them" * (kind == "nan" and bool(plain(whole).isinf().any()))
         if key_of(x) in self.lifted or (name == UNNAMED and not known):  # made of a bad number that had been read
             event.parents = self.reads.get(kind, ())
         self.taint.record(x, [(None, (event,))])
         self.came.add(key_of(x))
-        return event
+        return (event,)
 
     # -- what should have been finite --------------------------------------------------------------------------------
     @_disable_current_modes()

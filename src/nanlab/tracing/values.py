@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 WITHOUT_MEMORY = (UninitializedTensorMixin, FakeTensor, FunctionalTensor)
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -20,26 +21,37 @@ def is_float(t: object) -> bool:
     if not isinstance(t, Tensor) or isinstance(t, WITHOUT_MEMORY) or t.is_meta:
         return False
     wrapped = t.is_nested or t._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(t)
-    return (t.is_floating_point() or t.is_complex()) and not wrapped
+    wrapped |= local(t) is t and is_traceable_wrapper_subclass(t)
+    given_back = t.layout is torch.strided and t.numel() and not wrapped and not local(t).untyped_storage().nbytes()
+    return (t.is_floating_point() or t.is_complex()) and not wrapped and not given_back
+
+
+def is_composed(kind: type) -> bool:
+    """A class of tensors that do each operation with other tensors, such as a DTensor."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, WITHOUT_MEMORY)
+
+
+def local(t: Tensor) -> Tensor:
+    """What this process holds of a DTensor; any other tensor as it is."""
+    return getattr(t, "_local_tensor", t)
 
 
 def plain(t: Tensor) -> Tensor:
     """The numbers of ``t`` as a strided, real tensor, in the same memory where possible."""
-    t = t.detach()
+    t = local(t).detach()
     if t.layout is not torch.strided:
         t = t._values() if t.layout is torch.sparse_coo else t.values() if t.layout in COMPRESSED else t.to_dense()
     return torch.view_as_real(t.conj() if t.is_conj() else t) if t.is_complex() else t
 
 
 def key_of(t: Tensor) -> StorageWeakRef:
-    return StorageWeakRef((t if t.layout is torch.strided else plain(t)).untyped_storage())
+    return StorageWeakRef((local(t) if t.layout is torch.strided else plain(t)).untyped_storage())
 
 
 def bad(t: Tensor) -> str:
     """'' | 'inf' | '-inf' | 'nan': the worst value in ``t``. One sum if healthy; as that may overflow, look twice if
     not."""
-    if t.layout is not torch.strided or t.is_complex() or t.element_size() == 1:
-        t = plain(t).float()
+    t = plain(t).float() if t.layout is not torch.strided or t.is_complex() or t.element_size() == 1 else local(t)
     if t.numel() == 0 or math.isfinite(t.sum().item()):
         return ""
     low, high = (v.item() for v in torch.aminmax(t))

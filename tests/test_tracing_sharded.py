@@ -1,0 +1,179 @@
+"""Sharded models and tensors made of others: two ranks on gloo, started once."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from nanlab import locate
+
+WORKER = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from nanlab import locate
+
+rank = int(os.environ["RANK"])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+
+
+def sharded(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    if kind == "fsdp1":
+        model[0] = FullyShardedDataParallel(model[0], device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    if kind == "tensor parallel":
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh, **({"mp_policy": half} if kind == "fsdp2 in bfloat16" else {}))
+    return model
+
+
+def weight_of(model):
+    weight = next(model.parameters())
+    return getattr(weight, "_local_tensor", weight).detach().view(-1)
+
+
+def report(kind, fault):
+    model = sharded(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(0 if kind == "tensor parallel" else rank)
+    x = torch.randn(4, 8)
+    if rank == 0 and fault == "data":
+        x[2, 3] = torch.nan
+    if rank == 0 and fault == "weight":
+        weight_of(model)[0] = torch.nan
+
+    def step():
+        optimizer.zero_grad()
+        y = model(x)
+        if fault == "logarithm":
+            y = torch.log(y * 0)  # BUG logarithm
+        if fault == "edge":
+            y = y + (y - y.detach()).square().sqrt()  # BUG edge
+        y.float().square().mean().backward()
+        if kind == "fsdp1":
+            model.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    found = locate(step, model=model, optimizer=optimizer, x=x)
+    return [found.cause, found.phase, found.op, found.source.partition(":")[2], len(found.others), str(found.exception)]
+
+
+KINDS = ("fsdp2", "fsdp2 in bfloat16", "fsdp1", "tensor parallel")
+FAULTS = ("nothing", "data", "logarithm", "edge", "weight")
+said = {f"{kind}, {fault}": report(kind, fault) for kind in KINDS for fault in FAULTS}
+print("SAID", json.dumps(said), flush=True)
+dist.destroy_process_group()
+"""
+KINDS = ("fsdp2", "fsdp2 in bfloat16", "fsdp1", "tensor parallel")
+
+
+def line_of(mark: str) -> str:
+    return str(next(i for i, text in enumerate(WORKER.splitlines(), 1) if text.endswith(f"# BUG {mark}")))
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> list[dict]:
+    """What each of the two ranks says of each model and fault."""
+    script = tmp_path_factory.mktemp("sharded") / "worker.py"
+    script.write_text(WORKER)
+    env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(30500 + os.getpid() % 1000), "WORLD_SIZE": "2"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ranks = [subprocess.Popen([sys.executable, script], env={**env, "RANK": str(r)}, **pipes) for r in range(2)]
+    try:
+        texts = [process.communicate(timeout=240)[0].decode() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    lines = [[row for row in text.splitlines() if row.startswith("SAID ")] for text in texts]
+    assert all(lines), texts
+    return [json.loads(own[0].removeprefix("SAID ")) for own in lines]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_healthy_sharded_step_is_quiet_and_not_disturbed(said, kind):
+    for rank in said:
+        assert rank[f"{kind}, nothing"] == ["", "", "", "", 0, "None"]
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_of_a_bad_row_one_rank_names_the_data_and_the_other_the_reduction(said, kind):
+    first, second = (rank[f"{kind}, data"] for rank in said)
+    assert first[:3] == ["bad_input", "data", "batch x"]
+    assert first[4:] == [0, "None"]
+    assert second[:3] == ["unknown", "backward", "all_reduce"]
+    assert second[4:] == [0, "None"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_of_a_sharded_step_are_named_with_their_line(said, kind):
+    for rank in said:
+        assert rank[f"{kind}, logarithm"] == ["log_of_zero", "forward", "log", line_of("logarithm"), 0, "None"]
+        edge = rank[f"{kind}, edge"]
+        assert edge[:2] == ["gradient_at_edge", "backward"]
+        assert edge[3:] == [line_of("edge"), 0, "None"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_weight_is_state_for_the_rank_that_holds_it(said, kind):
+    found = said[0][f"{kind}, weight"]
+    assert found[:2] == ["bad_state", "state"]
+    assert "parameter" in found[2]
+    assert found[4:] == [0, "None"]
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_gathered_bad_weight_is_state_for_the_other_rank_too(said, kind):
+    assert said[1][f"{kind}, weight"][:2] == ["bad_state", "state"]
+
+
+# -- tensors that are made of others -----------------------------------------------------------------------------------
+class Pair(torch.Tensor):
+    """Two tensors that do everything twice."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, a, b):
+        return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype, requires_grad=a.requires_grad)
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        each = [tree_map(lambda x: getattr(x, part, x), (args, kwargs or {})) for part in ("a", "b")]  # noqa: B023
+        return Pair(*(func(*given, **named) for given, named in each))
+
+
+@pytest.mark.parametrize(("second", "cause"), [(1.0, ""), (0.0, "log_of_zero")])
+def test_a_tensor_made_of_others_is_watched_in_its_parts(second, cause):
+    w = nn.Parameter(Pair(torch.ones(3), torch.full((3,), second)))
+
+    def step():
+        logs = torch.log(w * 2)
+        return logs.a.sum() + logs.b.sum()
+
+    report = locate(step)
+    assert (report.cause, report.exception) == (cause, None), str(report)
