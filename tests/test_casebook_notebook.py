@@ -112,6 +112,9 @@ def test_the_right_answer_of_every_case_is_accepted(case):
     assert right_answer(case)["cause"] in CHOICES["cause"]
     if case.trap:
         assert grade(case, {"cause": case.trap, "line": case.number}) == dict.fromkeys(PARTS, True)
+        if case.phase:  # a wrong one is wrong all the same
+            wrong = next(p for p in CHOICES["phase"] if p and p not in {phase for _, phase, _ in truths(case)})
+            assert not grade(case, {"cause": case.trap, "phase": wrong, "line": case.number})["phase"]
         others = [trap for trap in TRAPS if trap != case.trap]
         assert not any(grade(case, {"cause": trap, "line": case.number})["cause"] for trap in others)
     accepted = statement(case.code, case.number)

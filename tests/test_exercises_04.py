@@ -25,6 +25,12 @@ def log1mexp_where_after(x):
     return torch.where(x > -0.693, (-x.expm1()).log(), (-x.exp()).log1p())
 
 
+def log1mexp_split_at(threshold, x):
+    small = x > threshold
+    by_expm1 = (-torch.where(small, x, -0.5).expm1()).log()
+    return torch.where(small, by_expm1, (-torch.where(small, -1.0, x).exp()).log1p())
+
+
 @pytest.mark.parametrize("answer", [log1mexp_right, log1mexp_clamped, lambda x: log1mexp_right(x.double()).float()])
 def test_a_right_log1mexp_passes(answer, capsys):
     assert exercises.check_04_log1mexp(answer)
@@ -38,6 +44,9 @@ def test_a_right_log1mexp_passes(answer, capsys):
         (lambda x: (1 - x.exp() + 1e-8).log(), "value"),
         (lambda x: (-x.exp()).log1p(), "value"),
         (lambda x: (-x.expm1()).log(), "value"),
+        (lambda x: log1mexp_split_at(-10.0, x), "at x = -9.7"),
+        (lambda x: log1mexp_split_at(-15.0, x), "at x = -13"),
+        (lambda x: log1mexp_split_at(-19.0, x), "at x = -16.5"),
         (log1mexp_where_after, "gradient is nan"),
         (lambda x: log1mexp_right(x.clamp(max=-1e-30)), "at x = 0:"),
         (lambda x: log1mexp_right(x).clamp(min=-60), "at x = 0:"),

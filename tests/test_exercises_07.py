@@ -39,6 +39,7 @@ WRONG_TENSORS = {
     "large and finite": lambda model: [name for name, t in tensors(model) if not abs(t.sum()) < float("inf")],
     "qualified": lambda model: [name.removeprefix("inner.") for name in bad_tensors(model)] + bad_tensors(model),
     "raised": lambda model: [name for name, t in tensors(model) if t.isnan()],
+    "'scale'": lambda model: [f"{k}.{name}" for k, part in model.named_children() for name in bad_tensors(part)],
 }
 
 
@@ -110,6 +111,7 @@ def unpaired(features, targets):
 
 
 WRONG_BATCHES = {
+    "as tensors, not as list": lambda f, t: (clean_batch(f, t)[0].tolist(), *clean_batch(f, t)[1:]),
     "Replace nothing": lambda f, t: (f.nan_to_num(0.0, 0.0, 0.0), t.nan_to_num(0.0), 0),
     "look at inf": lambda f, t: clean_batch(f, t, lambda x: ~x.isnan()),
     "the targets too": without_targets,

@@ -55,6 +55,7 @@ WRONG = {
     "squares in fp32": {"cosine": cosine_in_fp32},
     "only a in float64": {"cosine": lambda a, b: cosine_in_fp32(a.double(), b)},
     "scaled by a constant": {"cosine": lambda a, b: cosine_in_fp32(a * 1e15, b * 1e15)},  # 1e30 overflows
+    "b has no gradient": {"cosine": lambda a, b: cosine(a, b.detach())},
     "only a is guarded": {"cosine": lambda a, b: cosine_if((a != 0).any(), a, b)},
     "a NaN is hidden": {"cosine": cosine_that_hides_a_nan},
     "nan_to_num": {"kept_mean": lambda v, m: (v * m).nan_to_num(0.0).sum() / m.sum()},

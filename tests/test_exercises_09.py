@@ -100,6 +100,7 @@ WRONG_STEPS = {
     "whose gradient overflows": step_if(lambda g, parts: sum(parts).isfinite()),
     "its L2 norm overflows": step_if(lambda g, parts: get_total_norm(g).isfinite()),
     "though its L2 norm overflows": step_if(lambda g, parts: all(t.norm().isfinite() for t in g)),  # each by its own
+    "though their sum overflows": step_if(lambda g, parts: all(t.sum().isfinite() for t in g)),
     "a gradient of -inf": step_if(lambda g, parts: all(t.max().isfinite() for t in g)),  # blind below
     "left over": step_if(all_finite, always_clear=False),
     "should leave no trace": step_if(all_finite, change=clean),  # nan_to_num on the gradients
@@ -162,6 +163,7 @@ WRONG_ENTRIES = {
     "for [-0.5, 1.0] the loss should be 0.25, not 1.0: it is the mean": lambda values: (
         log_entry(values) | {"loss": log_entry([v for v in values if not v < 0])["loss"]}
     ),
+    "give a number for each": lambda values: log_entry(values, empty=None),
     "you count 0": lambda values: log_entry(values) | {"not_finite": 0},
 }
 

@@ -752,7 +752,7 @@ class SetupCheck(NamedTuple):
         return Finding(self.code, len(things), message, self.fix, self.lesson, (), self.confidence)
 
 
-_FP32 = "Load the weights in float32 (or bfloat16) and let bf16=True or fp16=True do the casting."
+_FP32 = "Load the weights in float32 and let bf16=True or fp16=True do the casting."
 
 SETUP_CHECKS = (
     SetupCheck(

@@ -161,7 +161,8 @@ def grade(case: Case, answer: Mapping) -> dict[str, bool]:
     number = closest(case, given)
     line = number if number in statement(case.code, given["line"]) else given["line"]
     marks = case.grade(given["cause"], given["phase"], line)
-    return {**marks, "phase": marks["phase"] or given["cause"] == case.trap or (not case.phase and marks["cause"])}
+    unasked = not given["phase"] and given["cause"] == case.trap
+    return {**marks, "phase": marks["phase"] or unasked or (not case.phase and marks["cause"])}
 
 
 def statement(code: str, line: int) -> range:

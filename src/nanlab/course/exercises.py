@@ -499,6 +499,7 @@ def check_08_functions(answers: dict) -> bool:
         ("log_sigmoid", (t(200.0, 20.0),), (0.0, 0.0), (0.0, 0.0)),
         ("log_sigmoid", (t(torch.nan, 1.0),), (torch.nan, -0.31326169), None),
         ("cosine", (t(3.0, 0.0), torch.tensor([1.0, 1.0])), 0.70710678, (0.0, 0.23570226)),
+        ("cosine", (torch.tensor([1.0, 1.0]), t(3.0, 0.0)), 0.70710678, (0.0, 0.23570226)),
         ("cosine", (t(0.0, 0.0), torch.tensor([1.0, 1.0])), 0.0, (0.0, 0.0)),
         ("cosine", (t(3.0, 0.0), torch.tensor([0.0, 0.0])), 0.0, (0.0, 0.0)),
         ("cosine", (t(1e-30, 0.0), torch.tensor([1.0, 1.0])), 0.70710678, None),  # its square is 0 in fp32
@@ -522,7 +523,7 @@ def check_08_functions(answers: dict) -> bool:
 
 
 def _off(function, args, value, slope) -> str:
-    """What is wrong with function(*args), in value or in the gradient of the first argument; "" if nothing is."""
+    """What is wrong with function(*args), in value or in the gradient of what requires one; "" if nothing is."""
     import torch
 
     expected, gradient = torch.tensor(value), None
@@ -537,7 +538,7 @@ def _off(function, args, value, slope) -> str:
         if slope is None:
             return ""
         if result.requires_grad:
-            (gradient,) = torch.autograd.grad(result.sum(), args[0], allow_unused=True)
+            (gradient,) = torch.autograd.grad(result.sum(), next(a for a in args if a.requires_grad), allow_unused=True)
     except Exception as error:
         return f"raises {type(error).__name__}: {error}"
     if gradient is None:
@@ -600,6 +601,7 @@ def _problem_07_bad_tensors(bad_tensors) -> str:
         "bias": ([nan, -inf], "buffer", "its −inf may be deliberate, the NaN beside it is not."),
     }
     model = torch.nn.Module()
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor([nan])))  # of the model itself
     model.inner = torch.nn.Module()
     for name, (values, kind, _) in why.items():
         if kind == "parameter":
@@ -610,7 +612,8 @@ def _problem_07_bad_tensors(bad_tensors) -> str:
         found = set(bad_tensors(model))
     except Exception as error:
         return f"it raised {type(error).__name__}: {error}"
-    expected = {f"inner.{name}" for name in ("weight", "infinite", "running_mean", "running_var", "inv_freq", "bias")}
+    bad = ("weight", "infinite", "running_mean", "running_var", "inv_freq", "bias")
+    expected = {"scale", *(f"inner.{name}" for name in bad)}
     for name, (_, _, reason) in why.items():
         if (full := f"inner.{name}") in found ^ expected:
             return f"{full} {'was reported' if full in found else 'was missed'}: {reason}"
@@ -642,8 +645,11 @@ def _problem_07_clean_batch(clean_batch) -> str:
     good = torch.tensor([g for _, _, g in rows])
     try:
         kept, labels, dropped = clean_batch(features.clone(), targets.clone())
+        dropped = int(dropped)
     except Exception as error:
         return f"on a batch with four good rows it raised {type(error).__name__}: {error}"
+    if not (isinstance(kept, torch.Tensor) and isinstance(labels, torch.Tensor)):
+        return f"give features and targets back as tensors, not as {type(kept).__name__} and {type(labels).__name__}."
     if kept.shape[0] != labels.shape[0]:
         return f"{kept.shape[0]} rows of features, but {labels.shape[0]} targets: they no longer belong together."
     if not (kept.isfinite().all() and labels.isfinite().all()):
@@ -958,6 +964,7 @@ def _problem_09_step(step) -> str:
     overflow = (torch.tensor([[1e-3, 1e21]]), torch.tensor([[1.0]]))  # weight 1e-3: loss 1e36, gradient beyond fp32
     minus = (torch.tensor([[1e-3, 1e21]]), torch.tensor([[3e18]]))  # the same with gradients of -2e15 and -inf
     large = (torch.tensor([[1.0, 1.0]]), torch.tensor([[-1.5e19]]))  # of one weight: the sum of the squares overflows
+    twice = (torch.tensor([[1.5e19, 1.5e19]]), torch.tensor([[2.15e19]]))  # gradients of -2.5e38, whose sum is -inf
     pair = (torch.tensor([[0.5, -1.0], [2.0, 0.0]]), torch.tensor([[1.0], [0.0]]))
     cases = {  # micro-batches, taken
         "two good micro-batches": ([good[0], good[1]], True),
@@ -966,6 +973,7 @@ def _problem_09_step(step) -> str:
         "a finite loss whose gradient overflows": ([good[0], overflow], False),
         "a finite loss with a gradient of -inf": ([good[0], minus], False),
         "a gradient that is finite, though its L2 norm overflows": ([good[0], large], True),
+        "gradients that are finite, though their sum overflows": ([good[0], twice], True),
         "four good micro-batches": ([*good, *good], True),
         "micro-batches of one row and of two": ([good[0], pair], True),
     }
@@ -1047,11 +1055,14 @@ def _problem_09_log_entry(log_entry) -> str:
             return f"for {losses} it raised {type(error).__name__}: {error}"
         if missing := {"loss", "not_finite"} - entry.keys():
             return f"the entry lacks {sorted(missing)[0]!r}; without it nobody sees what the mean left out."
-        loss = float(entry["loss"])
+        try:
+            loss, counted = float(entry["loss"]), int(entry["not_finite"])
+        except (TypeError, ValueError):
+            return f"for {losses} the entry is {entry}; give a number for each, and NaN where nothing is finite."
         if not (loss == mean or (loss != loss and mean != mean)):
             why = "leave out what is not finite" if count else "it is the mean of all that are finite"
             why = "an invented 0.0 would be the best loss ever" if mean != mean else why
             return f"for {losses} the loss should be {mean}, not {loss}: {why}."
-        if entry["not_finite"] != count:
-            return f"in {losses} {count} are not finite, you count {entry['not_finite']}."
+        if counted != count:
+            return f"in {losses} {count} are not finite, you count {counted}."
     return ""

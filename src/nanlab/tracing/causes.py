@@ -223,8 +223,8 @@ def diagnose(birth: Birth) -> tuple[str, str]:
 def _(b: Birth) -> bool:
     """The optimizer divides by √v + eps, and both came out as exactly 0 in the dtype of its state.
 
-    Keep the weights that the optimizer sees in float32 (mixed precision), or load them in bfloat16, and an eps above 0.
-    The fused optimizer and an eps of 1e-4 are finite and still wrong: √v stays 0.
+    Keep the weights that the optimizer sees in float32 (mixed precision), and an eps above 0. The fused optimizer and
+    an eps of 1e-4 are finite and still wrong, since √v stays 0; weights in bfloat16 round small steps away.
     """
     # Without an eps it is the range that counts: bfloat16 reaches as far down as float32.
     lost = any(b.held(e) == 0 for e in b.eps or [torch.finfo(torch.float32).tiny])
