@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -45,6 +46,7 @@ SILENT = ("log", "save_model", "_save_checkpoint")
 MEASURES = ("preprocess_logits_for_metrics", "compute_metrics")
 
 IRREGULAR = "Something in it changes from one run to the next: an iterator or a file cannot be wound back."
+ELSEWHERE = "Another rank has found something in its part of this batch: look at its report."
 BETWEEN = "They were made in compute_metrics(), or where the losses of the batches are put together."
 
 PARTS = ("chosen", "rejected", "reference")  # TRL puts them one below the other in one batch
@@ -113,7 +115,8 @@ class Hunt:
     def look(self) -> None:
         """Since the last batch: has anything spoilt gradients, parameters or optimizer state?"""
         sink_state(self.tracer)
-        if (report := verdict(self.tracer)).found:
+        report = verdict(self.tracer)
+        if self.agreed(report.found):
             self.stop(report, {})
         self.tracer.sinks = {}
 
@@ -130,7 +133,7 @@ class Hunt:
 
         with contextlib.suppress(*RAISED):  # it will raise again under the tracer
             failed = self.failed(call(), before)
-        if not failed:
+        if not self.agreed(failed):
             self.tracer.went_backward = self.tracer.n if self.mode == "train" else -1
             return result
         undo()
@@ -150,13 +153,18 @@ class Hunt:
         births = (report, *report.others) if self.mode == "eval" and report.found else ()
         single = lambda b: b.story[0].startswith(CONSTANT) or (b.phase == "data" and not b.length)
         meant = births and all(map(single, births))  # NaN written among the outputs
-        if report.exception or (report.found and not (meant and not troubled(result[0]))):
+        if self.agreed(bool(report.exception) or (report.found and not (meant and not troubled(result[0])))):
             undo()  # for the batch's sake
             self.stop(report, given)
         self.tracer.sinks = {}
-        if not self.failed(seen, before):
+        if failed and not self.failed(seen, before):
             self.irregular.append(self.batch)
         return result
+
+    def agreed(self, flag: bool) -> bool:
+        """Does any rank say so? What one does all have to do, or the others would wait for it."""
+        accelerator = self.trainer.accelerator
+        return bool(accelerator.gather(torch.tensor([int(flag)], device=accelerator.device)).any())
 
     def state(self) -> list[Tensor]:
         names = self.tracer.names
@@ -191,7 +199,9 @@ class Hunt:
 
     def stop(self, report: Report, inputs: dict[str, Any]) -> None:
         """Add the batch, the rows without any label if the mean was empty, their dataset rows and their text."""
-        self.report, report.batch = report, self.batch
+        self.report, report.batch = report, self.batch if self.batch >= 0 else None  # or before the first
+        if not (report.found or report.exception):
+            report.explanation = ELSEWHERE
         tokens = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() in (1, 2)}
         if report.cause == "empty_mean" and not report.rows:
             off = [t == unselected for k, t in tokens.items() for end, unselected in UNSELECTED if k.endswith(end)]

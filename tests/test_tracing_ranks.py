@@ -1,9 +1,11 @@
-"""Sharded models and tensors made of others: two ranks on gloo, started once."""
+"""Trainers on two ranks, sharded models, and tensors made of others."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +84,35 @@ said = {f"{kind}, {fault}": report(kind, fault) for kind in KINDS for fault in F
 print("SAID", json.dumps(said), flush=True)
 dist.destroy_process_group()
 """
+
+
+def run_twice(worker: str, folder: Path) -> list[dict]:
+    """What each of two ranks says in JSON."""
+    script = folder / "worker.py"
+    script.write_text(worker)
+    env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ranks = [
+        subprocess.Popen([sys.executable, script], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, **pipes)
+        for r in range(2)
+    ]
+    try:
+        texts = [process.communicate(timeout=240)[0].decode() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    lines = [[row.partition("SAID ")[2] for row in text.splitlines() if "SAID " in row] for text in texts]
+    assert all(lines), texts
+    return [json.loads(own[0]) for own in lines]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 KINDS = ("fsdp2", "fsdp2 in bfloat16", "fsdp1", "tensor parallel")
 
 
@@ -91,21 +122,8 @@ def line_of(mark: str) -> str:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> list[dict]:
-    """What each of the two ranks says of each model and fault."""
-    script = tmp_path_factory.mktemp("sharded") / "worker.py"
-    script.write_text(WORKER)
-    env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(30500 + os.getpid() % 1000), "WORLD_SIZE": "2"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    ranks = [subprocess.Popen([sys.executable, script], env={**env, "RANK": str(r)}, **pipes) for r in range(2)]
-    try:
-        texts = [process.communicate(timeout=240)[0].decode() for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    lines = [[row for row in text.splitlines() if row.startswith("SAID ")] for text in texts]
-    assert all(lines), texts
-    return [json.loads(own[0].removeprefix("SAID ")) for own in lines]
+    """What each of the two ranks says of each sharded model and fault."""
+    return run_twice(WORKER, tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,6 +161,70 @@ def test_a_bad_weight_is_state_for_the_rank_that_holds_it(said, kind):
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_a_gathered_bad_weight_is_state_for_the_other_rank_too(said, kind):
     assert said[1][f"{kind}, weight"][:2] == ["bad_state", "state"]
+
+
+# -- a trainer on two ranks --------------------------------------------------------------------------------------------
+TRAINER = """
+import json, os
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from nanlab import locate
+
+rank = int(os.environ["RANK"])
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x, labels, fault):
+        loss = (self.layer(x).squeeze(-1) - labels).square().mean()
+        if fault.any():
+            loss = loss + torch.log(loss * 0)  # BUG on one rank
+        return {"loss": loss}
+
+
+def report(mode, fault):
+    torch.manual_seed(0)
+    row = lambda i: {"x": torch.randn(4), "labels": torch.randn(()), "fault": torch.tensor(fault and i == 13)}
+    rows = list(map(row, range(24)))
+    args = TrainingArguments(
+        "runs", per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=6, use_cpu=True, report_to=[],
+        save_strategy="no", disable_tqdm=True, remove_unused_columns=False, ddp_backend="gloo", ddp_timeout=60,
+    )
+    trainer = Trainer(Net(), args, train_dataset=rows, eval_dataset=rows)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    found = locate(trainer, mode=mode)
+    same = all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    fine = torch.tensor([1.0])
+    torch.distributed.all_reduce(fine)  # the ranks still answer each other
+    line = found.source.partition(":")[2]
+    return [found.cause, line, found.batch, found.explanation, str(found.exception), same, fine.item()]
+
+
+said = {f"{mode}, {fault}": report(mode, fault) for mode in ("train", "eval") for fault in (False, True)}
+print("SAID", json.dumps(said), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_fault_on_one_rank_stops_both_and_the_other_says_where_to_look(tmp_path):
+    ranks = run_twice(TRAINER, tmp_path)
+    number = next(str(i) for i, text in enumerate(TRAINER.splitlines(), 1) if text.endswith("# BUG on one rank"))
+    for mode in ("train", "eval"):
+        for rank in ranks:
+            assert rank[f"{mode}, False"] == ["", "", None, "", "None", True, 2.0]
+        both = [rank[f"{mode}, True"] for rank in ranks]
+        guilty, other = sorted(both, key=lambda said: said[:2] != ["log_of_zero", number])
+        assert guilty[:2] == ["log_of_zero", number]
+        assert other[2] == guilty[2]  # the batch
+        assert other[0] == "unknown" if mode == "train" else "Another rank" in other[3]
+        assert guilty[4:] == other[4:] == ["None", True, 2.0]
 
 
 # -- tensors that are made of others -----------------------------------------------------------------------------------
