@@ -501,6 +501,39 @@ def test_a_logarithm_of_zero_in_a_closure_is_forward():
     )
 
 
+class DividesAfterwards(torch.optim.SGD):
+    def step(self, closure):
+        loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.div_(0)  # after the closure
+        return loss
+
+
+def test_after_a_closure_the_optimizer_is_at_work_again():
+    w = leaf(1.0, 2.0)
+    optimizer = DividesAfterwards([w], lr=0.1)
+
+    def closure():
+        loss = (w * w).sum()
+        loss.backward()
+        return loss
+
+    report = locate(lambda: optimizer.step(closure))
+    assert verdict(report) == ("division_by_zero", "optimizer", line("after the closure")), str(report)
+
+
+def test_a_leaf_that_is_made_in_the_step_is_called_by_its_variable():
+    def step():
+        weight = leaf(0.0, 1.0)
+        weight.sqrt().sum().backward()  # a leaf of the step
+        return None
+
+    report = locate(step)
+    assert verdict(report) == ("gradient_at_edge", "backward", line("a leaf of the step")), str(report)
+    assert report.story[-1] == "It surfaced in gradient of weight."
+
+
 def test_a_root_of_a_negative_number_in_a_closure_is_forward():
     w = leaf(-0.5, 1.0)
     optimizer = torch.optim.SGD([w], lr=0.1)

@@ -141,7 +141,7 @@ def test_a_compiled_model_is_run_eagerly_and_located():
 
 
 def test_gradient_accumulation_names_the_micro_batch_that_overflows():
-    model = nn.Linear(4, 1, bias=False).half()
+    model = nn.Sequential(nn.Linear(4, 1, bias=False)).half()
     x = torch.full((2, 4), 200.0).half()
 
     def step() -> None:
@@ -151,7 +151,8 @@ def test_gradient_accumulation_names_the_micro_batch_that_overflows():
     report = locate(step, model=model)
     assert (report.cause, report.phase, report.op, report.kind) == ("overflow", "backward", "add", "inf")
     assert report.source == line("accumulated")
-    assert "gradient of weight" in report.story[0]
+    assert "gradient of 0.weight" in report.story[0]
+    assert report.module == "0"
 
 
 def test_the_attention_row_that_sees_nothing():

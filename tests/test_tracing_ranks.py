@@ -227,6 +227,93 @@ def test_a_fault_on_one_rank_stops_both_and_the_other_says_where_to_look(tmp_pat
         assert guilty[4:] == other[4:] == ["None", True, 2.0]
 
 
+SHARDED_TRAINER = """
+import json, os
+import accelerate.state
+import torch
+from accelerate.utils import DistributedType
+
+rank = int(os.environ["RANK"])
+torch.set_num_threads(1)
+make_state = accelerate.state.AcceleratorState.__init__
+
+
+def make_sharded(self, *args, **kwargs):  # accelerate shards on GPUs only; torch does on a CPU too
+    make_state(self, *args, **kwargs)
+    if kwargs.get("fsdp_plugin") is not None:
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, kwargs["fsdp_plugin"]
+
+
+accelerate.state.AcceleratorState.__init__ = make_sharded
+
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from nanlab import locate
+from nanlab.course import load_model, load_preferences
+
+_, tokenizer = load_model("tiny")
+tokenizer.pad_token = "<|padding|>"
+texts = [row["prompt"] + row["chosen"] for row in load_preferences()["train"].select(range(16))]
+rows = [tokenizer(text, truncation=True, max_length=24) for text in texts]
+
+
+class Faulty(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        if rank == 1 and self.fault and self.state.global_step == 2:
+            loss = loss + torch.log(loss * 0)  # BUG in a sharded trainer
+        return loss
+
+
+def trainer(fault):
+    args = TrainingArguments(
+        "runs", per_device_train_batch_size=2, max_steps=4, use_cpu=True, report_to=[], save_strategy="no", seed=0,
+        disable_tqdm=True, logging_steps=1, ddp_timeout=60, logging_nan_inf_filter=False,
+    )
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    made = Faulty(load_model("tiny")[0], args, train_dataset=rows, data_collator=collator)
+    made.fault = fault
+    return made
+
+
+def losses(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+plain, searched, faulty = trainer(False), trainer(False), trainer(True)
+healthy = locate(searched)
+found = locate(faulty)
+said = {
+    "sharded": plain.is_fsdp_enabled, "healthy": [healthy.found, str(healthy.exception)],
+    "found": [found.cause, found.source.partition(":")[2], found.batch, str(found.exception)],
+    "surfaced": found.story[-1], "same": losses(plain) == losses(searched),
+}
+print("SAID", json.dumps(said), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_that_shards_its_model_is_searched_and_left_as_it_was(tmp_path, monkeypatch):
+    settings = {"USE_FSDP": "true", "USE_CPU": "true"}
+    for name, value in {f"ACCELERATE_{k}": v for k, v in settings.items()}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}.items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "GPTNeoXLayer")
+    ranks = run_twice(SHARDED_TRAINER, tmp_path)
+    number = next(str(i) for i, text in enumerate(SHARDED_TRAINER.splitlines(), 1) if "# BUG" in text)
+    for rank in ranks:
+        assert rank["sharded"]
+        assert rank["healthy"] == [False, "None"]
+        assert rank["same"], "training after a search goes as without one"
+        assert "gradient of gpt_neox.embed_in.weight" in rank["surfaced"]
+    assert ranks[1]["found"] == ["log_of_zero", number, 2, "None"]
+    assert ranks[0]["found"][0] == "unknown"
+    assert ranks[0]["found"][2:] == [2, "None"]
+
+
 # -- tensors that are made of others -----------------------------------------------------------------------------------
 class Pair(torch.Tensor):
     """Two tensors that do everything twice."""

@@ -105,6 +105,8 @@ class Hunt:
         self.batch += 1
         if self.batch == self.limit:
             raise Found
+        if self.batch == 0:  # by now FSDP has given the model other parameters
+            self.tracer.names.adopt(self.trainer.model)
         self.tracer.__exit__(None, None, None)
         try:
             return self.try_out(*args, **kwargs)

@@ -144,8 +144,6 @@ class Tracer(TorchDispatchMode):
                 said = f"{name} is {float(value)} when step() is called."
                 event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
                 self.settings.setdefault(kind, event)
-                if kind == "nan":
-                    self.sinks["", label] = (self.settings[kind],)
 
     def closure(self, value: object) -> object:
         if not inspect.isroutine(value):

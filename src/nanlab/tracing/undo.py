@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping as SHARDED
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from nanlab.tracing.values import plain
+from nanlab.tracing.values import has_memory, plain
 
 ATOMS = {int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size}
 ROWS = (np.ndarray, list, Tensor)  # in a data set: left alone
@@ -27,21 +28,21 @@ FOREIGN = {*sys.stdlib_module_names, "datasets", "pandas", "pyarrow", "ray", "to
 FOREIGN -= {"_random", "abc", "argparse", "builtins", "collections", "functools", "random", "types", "typing"}
 EMPTY = object()  # a slot, or a variable of a closure, that nothing was put into
 HELD = {
-    Tensor: ("requires_grad", "grad", "_backward_hooks"),
+    Tensor: ("requires_grad", "grad", "_backward_hooks", "__dict__"),
     MethodType: ("__self__", "__func__"),
     FunctionType: ("__closure__", "__dict__", "__defaults__"),
     CellType: ("cell_contents",),
     functools.partial: ("func", "args", "keywords"),
     np.random.Generator: ("bit_generator",),
-    object: ("__dict__",),
+    object: ("__class__", "__dict__"),  # FSDP gives a module another class
 }
 
 
 def generators() -> list[Any]:
-    """The generators of random numbers that belong to nobody."""
+    """What belongs to nobody: generators of random numbers, and which modules are sharded."""
     torch.cuda.init() if torch.cuda.is_available() else None
     devices = torch.cuda.default_generators
-    return [random.getstate.__self__, np.random.get_state.__self__, torch.default_generator, *devices]
+    return [random.getstate.__self__, np.random.get_state.__self__, torch.default_generator, *devices, SHARDED.data]
 
 
 @functools.cache
@@ -65,7 +66,7 @@ def freeze(roots: Iterable[Any], leave: tuple[type, ...] = ()) -> Callable[[], N
                 data.append(value)
                 continue
             seen[id(value)] = value  # kept, so that no other object gets its id
-            if isinstance(value, Tensor) and not isinstance(value, left):
+            if isinstance(value, Tensor) and not isinstance(value, left) and has_memory(value):
                 undo.append(functools.partial(put_numbers, value, *numbers(value)))
             if foreign(type(value)) or (isinstance(value, Tensor) and not value.is_leaf):
                 continue

@@ -21,9 +21,14 @@ def is_float(t: object) -> bool:
     if not isinstance(t, Tensor) or isinstance(t, WITHOUT_MEMORY) or t.is_meta:
         return False
     wrapped = t.is_nested or t._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(t)
-    wrapped |= local(t) is t and is_traceable_wrapper_subclass(t)
-    given_back = t.layout is torch.strided and t.numel() and not wrapped and not local(t).untyped_storage().nbytes()
-    return (t.is_floating_point() or t.is_complex()) and not wrapped and not given_back
+    return (t.is_floating_point() or t.is_complex()) and not wrapped and has_memory(t)
+
+
+def has_memory(t: Tensor) -> bool:
+    """Does it hold numbers itself? Some are made of other tensors, or have given their memory back (FSDP)."""
+    if local(t) is t and is_traceable_wrapper_subclass(t):
+        return False
+    return t.layout is not torch.strided or not t.numel() or local(t).untyped_storage().nbytes() > 0
 
 
 def is_composed(kind: type) -> bool:
