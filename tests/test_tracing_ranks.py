@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -294,6 +296,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.6"), reason="accelerate knows FSDP 2 from 1.6 on")
 @pytest.mark.timeout(300)
 def test_a_trainer_that_shards_its_model_is_searched_and_left_as_it_was(tmp_path, monkeypatch):
     settings = {"USE_FSDP": "true", "USE_CPU": "true"}

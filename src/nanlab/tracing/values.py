@@ -18,15 +18,15 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 
 def is_float(t: object) -> bool:
     """A tensor of real or complex numbers, whose memory can be looked at."""
-    if not isinstance(t, Tensor) or isinstance(t, WITHOUT_MEMORY) or t.is_meta:
+    if (type(t) is not Tensor and not (isinstance(t, Tensor) and has_memory(t))) or t.is_meta:
         return False
     wrapped = t.is_nested or t._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(t)
-    return (t.is_floating_point() or t.is_complex()) and not wrapped and has_memory(t)
+    return (t.is_floating_point() or t.is_complex()) and not wrapped
 
 
 def has_memory(t: Tensor) -> bool:
     """Does it hold numbers itself? Some are made of other tensors, or have given their memory back (FSDP)."""
-    if local(t) is t and is_traceable_wrapper_subclass(t):
+    if isinstance(t, WITHOUT_MEMORY) or (local(t) is t and is_traceable_wrapper_subclass(t)):
         return False
     return t.layout is not torch.strided or not t.numel() or local(t).untyped_storage().nbytes() > 0
 
