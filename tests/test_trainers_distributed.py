@@ -1,4 +1,4 @@
-"""The trainers on two gloo ranks: evaluation and one training step are those of a single process.
+"""The trainers on two gloo ranks: evaluation and training are those of a single process, also with a sharded model.
 
 The test starts this very file under torchrun, and kills it with all its children after `BOUND` seconds.
 """
@@ -12,8 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
+from accelerate.utils import DistributedType
+from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_trainers as one  # the same models, rows and trainers as on one process
@@ -48,10 +51,47 @@ def measure(folder: Path, ranks: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_two_ranks_are_one_process(tmp_path):
+def train_and_evaluate(folder: Path, ranks: int) -> dict[str, dict[str, float]]:
+    """Losses of three steps, then the metrics, for each method. (Under FSDP 2 nothing can be evaluated untrained.)"""
+    tokenizer = one.tiny_tokenizer()
+    tokenizer.pad_token = "<|padding|>"
+    held_out = one.load_preferences()["held_out"]
+    rows = [{c: row[c] for c in ("prompt", "chosen", "rejected", "reference")} for row in held_out][:11]
+    found = {}
+    for method in one.METHODS:
+        options = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 2, "max_steps": 3}
+        options |= {"learning_rate": 1e-4, "logging_steps": 1}
+        trainer = one.make_trainer(method, folder, tokenizer, rows[:8], rows, **options)
+        assert trainer.is_fsdp_enabled == (ranks > 1)
+        trainer.train()
+        losses = {str(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+        metrics = {k: v for k, v in trainer.evaluate().items() if "_per_" not in k and "time" not in k}
+        found[method] = {**losses, **metrics}
+    return found
+
+
+def shard_on_a_cpu() -> None:
+    """Let accelerate shard models here too: it does so on GPUs only, torch on a CPU as well."""
+    make_state = accelerate.state.AcceleratorState.__init__
+
+    def make_sharded(self, *args, **kwargs):
+        make_state(self, *args, **kwargs)
+        if kwargs.get("fsdp_plugin") is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, kwargs["fsdp_plugin"]
+
+    accelerate.state.AcceleratorState.__init__ = make_sharded
+
+
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true", "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPTNeoXLayer",
+}  # fmt: skip
+
+
+def on_two_ranks(folder: Path, **environment: str) -> list[dict[str, dict[str, float]]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen([*command, str(tmp_path)], env=environment, start_new_session=True, text=True,
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    process = subprocess.Popen([*command, str(folder)], env=environment, start_new_session=True, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     try:
         output, _ = process.communicate(timeout=BOUND)
@@ -59,16 +99,29 @@ def test_two_ranks_are_one_process(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
         pytest.fail(f"two ranks did not end within {BOUND} s")
     assert process.returncode == 0, output[-3000:]
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    alone = measure(tmp_path, ranks=1)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_alike(ranks: list[dict[str, dict[str, float]]], alone: dict[str, dict[str, float]]) -> None:
     for found in ranks:
         assert found.keys() == alone.keys()
         for name, expected in alone.items():
             assert found[name] == pytest.approx(expected, abs=1e-5, rel=1e-5), name
 
 
+def test_two_ranks_are_one_process(tmp_path):
+    assert_alike(on_two_ranks(tmp_path), measure(tmp_path, ranks=1))
+
+
+@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.6"), reason="accelerate knows FSDP 2 from 1.6 on")
+def test_two_ranks_that_share_one_model_are_one_process(tmp_path):
+    assert_alike(on_two_ranks(tmp_path, **SHARDED), train_and_evaluate(tmp_path, ranks=1))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    found = measure(folder, ranks=2)
+    folder, sharded = Path(sys.argv[1]), "ACCELERATE_USE_FSDP" in os.environ
+    if sharded:
+        shard_on_a_cpu()
+    found = (train_and_evaluate if sharded else measure)(folder, ranks=2)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
