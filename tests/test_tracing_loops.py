@@ -501,6 +501,20 @@ def test_a_logarithm_of_zero_in_a_closure_is_forward():
     )
 
 
+def test_kernels_that_no_mode_sees_are_switched_off_meanwhile(monkeypatch):
+    from trl.trainer import utils
+
+    switches = pytest.importorskip("trl.kernels.chunked_logprob", exc_type=ImportError)
+    available = lambda: True
+    monkeypatch.setattr(switches, "_TRITON_AVAILABLE", True)
+    monkeypatch.setattr(utils, "is_triton_available", available)
+    seen = []
+    locate(lambda: seen.extend([switches._TRITON_AVAILABLE, utils.is_triton_available()]))
+    assert seen == [False, False]
+    assert switches._TRITON_AVAILABLE
+    assert utils.is_triton_available is available
+
+
 def test_after_a_step_with_a_closure_the_optimizer_is_at_work_no_more():
     w = leaf(1.0, 2.0)
     optimizer = torch.optim.SGD([w], lr=0.1)

@@ -205,14 +205,16 @@ def _problem_02_total_reward(total_reward) -> str:
 
 
 def _tensor_of(call) -> tuple:
-    """(what `call` returns as a tensor, "") or (None, what went wrong)."""
+    """(what `call` returns as a tensor on the CPU, "") or (None, what went wrong)."""
     import torch
 
     try:
         result = call()
     except Exception as error:
         return None, f"it raised {type(error).__name__}: {error}"
-    return (result.detach(), "") if isinstance(result, torch.Tensor) else (None, f"expected a tensor, got {result!r}")
+    if not isinstance(result, torch.Tensor):
+        return None, f"expected a tensor, got {result!r}"
+    return result.detach().cpu(), ""
 
 
 # --- 03 empty batch -------------------------------------------------------------------------------------------------
@@ -317,7 +319,7 @@ def _problem_04_log1mexp(log1mexp) -> str:
         (slope,) = torch.autograd.grad(value.sum(), x)
     except Exception as error:
         return f"it raised {type(error).__name__}: {error}"
-    for what, got, expected in (("value", value.detach(), value_64), ("gradient", slope, slope_64)):
+    for what, got, expected in (("value", value.detach().cpu(), value_64), ("gradient", slope, slope_64)):
         if got.shape != expected.shape:
             return f"the {what} has shape {list(got.shape)}, expected {list(expected.shape)}."
         wrong = ~torch.isclose(got.double(), expected, rtol=1e-4, atol=0)
@@ -355,7 +357,7 @@ def _problem_04_entropy(entropy) -> str:
             (slope,) = torch.autograd.grad(value.sum(), logits)
         except Exception as error:
             return f"{name}: it raised {type(error).__name__}: {error}"
-        for what, got, right in (("value", value.detach(), expected), ("gradient", slope, slope_64)):
+        for what, got, right in (("value", value.detach().cpu(), expected), ("gradient", slope, slope_64)):
             if got.shape != right.shape or not torch.allclose(got.double(), right, atol=1e-5):
                 shown = [[round(v, 6) for v in torch.atleast_1d(t)[0].reshape(-1).tolist()] for t in (got, right)]
                 return f"{name}, {row}: the {what} is {shown[0]}, and should be {shown[1]}."
@@ -650,6 +652,7 @@ def _problem_07_clean_batch(clean_batch) -> str:
         return f"on a batch with four good rows it raised {type(error).__name__}: {error}"
     if not (isinstance(kept, torch.Tensor) and isinstance(labels, torch.Tensor)):
         return f"give features and targets back as tensors, not as {type(kept).__name__} and {type(labels).__name__}."
+    kept, labels = kept.cpu(), labels.cpu()
     if kept.shape[0] != labels.shape[0]:
         return f"{kept.shape[0]} rows of features, but {labels.shape[0]} targets: they no longer belong together."
     if not (kept.isfinite().all() and labels.isfinite().all()):

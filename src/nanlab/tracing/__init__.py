@@ -42,9 +42,10 @@ def locate(
     named_tensors: tensors, or dicts of tensors, to be called by name if they are bad: ``locate(step, batch=batch)``.
 
     A step that raises gives a report too: up to there, with ``report.exception``. Compiled models run eagerly here,
-    and the inside of one fused kernel (flex_attention, Triton) is one operation; what other threads do in the meantime
-    is not seen. Each process of a distributed run reports its own; a trainer's stop at the same batch, so call it on
-    all of them. On a GPU every check waits for the device; the cost was measured on CPU only.
+    and the inside of one fused kernel (flex_attention) is one operation. What is no operation of torch is not seen:
+    Triton kernels that are launched by hand (TRL's are switched off meanwhile), and what other threads do. Each process
+    of a distributed run reports its own; a trainer's stop at the same batch, so call it on all of them. On a GPU every
+    check waits for the device; the cost was measured on CPU only.
     Raises `InputError`, in one line, where ``step`` is neither a function without arguments nor a trainer, or another
     argument is not what it should be.
     """

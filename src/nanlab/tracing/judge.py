@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,8 @@ from nanlab.tracing.values import bad, is_float, key_of
 from nanlab.tracing.where import USER, line_of, whose
 
 SUMS = ("mean", "sum")  # a −inf that is one of these is no mask
+# On a GPU TRL launches kernels (Triton) that are no operations of torch: it shall take what it has for other devices.
+KERNELS = (("trl.kernels.chunked_logprob", "_TRITON_AVAILABLE"), ("trl.trainer.utils", "is_triton_available"))
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 
 
@@ -28,7 +33,7 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
     """Run ``step`` once; report on everything that should be finite afterwards. Compiled regions run eagerly."""
     result = exception = None
     try:
-        with torch.compiler.set_stance("force_eager"), tracer:
+        with torch.compiler.set_stance("force_eager"), without_kernels(), tracer:
             result = step()
     except RAISED as error:  # it is part of the report
         exception = error
@@ -46,6 +51,16 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
             tracer.sink(what + name, value, role)
     sink_state(tracer)
     return verdict(tracer, exception), result
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name, switch in KERNELS:
+            if hasattr(module := sys.modules.get(name), switch):
+                off = (lambda *_: False) if callable(getattr(module, switch)) else False
+                stack.enter_context(mock.patch.object(module, switch, off))
+        yield
 
 
 def fields_of(value: object) -> object:
