@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
@@ -27,12 +28,17 @@ STEP = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "lr_schedule
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * BOUND)]
 
 
-def measure(folder: Path, ranks: int) -> dict[str, dict[str, float]]:
-    """Metrics for each method and number of rows; then, after the evaluations, one step over the same eight rows."""
+def given(count: int) -> tuple[Any, list[dict[str, str]]]:
+    """A tokenizer, and so many rows."""
     tokenizer = one.tiny_tokenizer()
     tokenizer.pad_token = "<|padding|>"
-    held_out = one.load_preferences()["held_out"]
-    rows = [{c: row[c] for c in ("prompt", "chosen", "rejected", "reference")} for row in held_out][:12]
+    held_out = one.load_preferences()["held_out"].select(range(count))
+    return tokenizer, [{c: row[c] for c in ("prompt", "chosen", "rejected", "reference")} for row in held_out]
+
+
+def measure(folder: Path, ranks: int) -> dict[str, dict[str, float]]:
+    """Metrics for each method and number of rows; then, after the evaluations, one step over the same eight rows."""
+    tokenizer, rows = given(12)
     found = {}
     for method in one.METHODS:
         batch = len(one.data_for(method, rows[:8])) // ranks
@@ -53,10 +59,7 @@ def measure(folder: Path, ranks: int) -> dict[str, dict[str, float]]:
 
 def train_and_evaluate(folder: Path, ranks: int) -> dict[str, dict[str, float]]:
     """Losses of three steps, then the metrics, for each method. (Under FSDP 2 nothing can be evaluated untrained.)"""
-    tokenizer = one.tiny_tokenizer()
-    tokenizer.pad_token = "<|padding|>"
-    held_out = one.load_preferences()["held_out"]
-    rows = [{c: row[c] for c in ("prompt", "chosen", "rejected", "reference")} for row in held_out][:11]
+    tokenizer, rows = given(11)
     found = {}
     for method in one.METHODS:
         options = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 2, "max_steps": 3}
