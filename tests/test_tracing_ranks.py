@@ -11,6 +11,7 @@ import accelerate
 import pytest
 import torch
 from packaging.version import Version
+from sharding import SHARDED
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -94,6 +95,7 @@ def run_twice(worker: str, folder: Path) -> list[dict]:
     script.write_text(worker)
     env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), env.get("PYTHONPATH", "")])
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     ranks = [
         subprocess.Popen([sys.executable, script], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, **pipes)
@@ -165,6 +167,41 @@ def test_a_gathered_bad_weight_is_state_for_the_other_rank_too(said, kind):
     assert said[1][f"{kind}, weight"][:2] == ["bad_state", "state"]
 
 
+# -- a step under DDP --------------------------------------------------------------------------------------------------
+STEP = """
+import json, os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from nanlab import locate
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+x = torch.ones(2, 4)
+x[1, 2] = torch.nan if dist.get_rank() == 1 else 1.0
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step():
+    model(x).sum().backward()
+    optimizer.step()
+
+
+report = locate(step, model=model, optimizer=optimizer, x=x)
+print("SAID", json.dumps([report.found, report.cause, report.phase, report.op, report.rows]), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_each_report_their_own(tmp_path):
+    healthy, faulty = run_twice(STEP, tmp_path)
+    assert faulty == [True, "bad_input", "data", "batch x", [1]]
+    assert healthy == [True, "unknown", "backward", "all_reduce", []]
+
+
 # -- a trainer on two ranks --------------------------------------------------------------------------------------------
 TRAINER = """
 import json, os
@@ -231,22 +268,12 @@ def test_a_fault_on_one_rank_stops_both_and_the_other_says_where_to_look(tmp_pat
 
 SHARDED_TRAINER = """
 import json, os
-import accelerate.state
 import torch
-from accelerate.utils import DistributedType
+from sharding import shard_on_a_cpu
 
 rank = int(os.environ["RANK"])
 torch.set_num_threads(1)
-make_state = accelerate.state.AcceleratorState.__init__
-
-
-def make_sharded(self, *args, **kwargs):  # accelerate shards on GPUs only; torch does on a CPU too
-    make_state(self, *args, **kwargs)
-    if kwargs.get("fsdp_plugin") is not None:
-        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, kwargs["fsdp_plugin"]
-
-
-accelerate.state.AcceleratorState.__init__ = make_sharded
+shard_on_a_cpu()
 
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
@@ -299,12 +326,8 @@ torch.distributed.destroy_process_group()
 @pytest.mark.skipif(Version(accelerate.__version__) < Version("1.6"), reason="accelerate knows FSDP 2 from 1.6 on")
 @pytest.mark.timeout(300)
 def test_a_trainer_that_shards_its_model_is_searched_and_left_as_it_was(tmp_path, monkeypatch):
-    settings = {"USE_FSDP": "true", "USE_CPU": "true"}
-    for name, value in {f"ACCELERATE_{k}": v for k, v in settings.items()}.items():
+    for name, value in SHARDED.items():
         monkeypatch.setenv(name, value)
-    for name, value in {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}.items():
-        monkeypatch.setenv(f"FSDP_{name}", value)
-    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "GPTNeoXLayer")
     ranks = run_twice(SHARDED_TRAINER, tmp_path)
     number = next(str(i) for i, text in enumerate(SHARDED_TRAINER.splitlines(), 1) if "# BUG" in text)
     for rank in ranks:

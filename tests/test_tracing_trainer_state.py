@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Sequ
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback
 
 from nanlab import locate, watch
-from nanlab.tracing.undo import freeze, generators
+from nanlab.tracing.undo import freeze, global_state
 
 NAN = float("nan")
 
@@ -142,7 +142,7 @@ def test_what_an_object_holds_is_put_back(kind):
 
 def test_the_global_generators_are_put_back():
     draws = lambda: (random.random(), np.random.rand(), float(torch.rand(())))
-    undo = freeze(generators())
+    undo = freeze(global_state())
     first = draws()
     undo()
     assert draws() == first

@@ -16,11 +16,11 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_trainers as one  # the same models, rows and trainers as on one process
+from sharding import SHARDED, shard_on_a_cpu
 
 BOUND = 240  # seconds
 SIZES = (1, 3, 12)  # rows to evaluate: with one row the second rank has nothing of its own
@@ -71,24 +71,6 @@ def train_and_evaluate(folder: Path, ranks: int) -> dict[str, dict[str, float]]:
         metrics = {k: v for k, v in trainer.evaluate().items() if "_per_" not in k and "time" not in k}
         found[method] = {**losses, **metrics}
     return found
-
-
-def shard_on_a_cpu() -> None:
-    """Let accelerate shard models here too: it does so on GPUs only, torch on a CPU as well."""
-    make_state = accelerate.state.AcceleratorState.__init__
-
-    def make_sharded(self, *args, **kwargs):
-        make_state(self, *args, **kwargs)
-        if kwargs.get("fsdp_plugin") is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, kwargs["fsdp_plugin"]
-
-    accelerate.state.AcceleratorState.__init__ = make_sharded
-
-
-SHARDED = {
-    "ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true", "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPTNeoXLayer",
-}  # fmt: skip
 
 
 def on_two_ranks(folder: Path, **environment: str) -> list[dict[str, dict[str, float]]]:

@@ -34,7 +34,7 @@ from nanlab.tracing.judge import RAISED, run, sink_state, verdict
 from nanlab.tracing.names import UNNAMED, parts_of, with_entries
 from nanlab.tracing.report import Report
 from nanlab.tracing.tracer import Tracer
-from nanlab.tracing.undo import freeze, generators
+from nanlab.tracing.undo import freeze, global_state
 from nanlab.tracing.values import bad, is_float
 from nanlab.tracing.where import line_of
 
@@ -125,7 +125,7 @@ class Hunt:
     def try_out(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a batch untraced; if it fails, put back what it changed, and run it once more under the tracer."""
         given = dict(inputs) if isinstance(inputs, Mapping) else {}  # a step may take entries out
-        undo = freeze([self.trainer, model, inputs, *generators()], (Hunt,))
+        undo = freeze([self.trainer, model, inputs, *global_state()], (Hunt,))
         result, failed, before = None, True, self.spoilt()
 
         def call() -> Any:
@@ -201,7 +201,7 @@ class Hunt:
 
     def stop(self, report: Report, inputs: dict[str, Any]) -> None:
         """Add the batch, the rows without any label if the mean was empty, their dataset rows and their text."""
-        self.report, report.batch = report, self.batch if self.batch >= 0 else None  # or before the first
+        self.report, report.batch = report, None if self.batch < 0 else self.batch  # None: before the first
         if not (report.found or report.exception):
             report.explanation = ELSEWHERE
         tokens = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() in (1, 2)}
@@ -287,7 +287,7 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
     own_loader = not getattr(trainer, f"get_{mode}_dataloader").__module__.startswith(LIBRARIES)
     if getattr(trainer, f"{mode}_dataset", None) is None and not own_loader:
         raise InputError(f"locate(): the trainer has no {mode}_dataset; give it one, or locate() a step of your own")
-    hunt, metrics, undo = Hunt(trainer, mode, max_batches), None, freeze([trainer, *generators()])
+    hunt, metrics, undo = Hunt(trainer, mode, max_batches), None, freeze([trainer, *global_state()])
     try:
         hunt.install()
         with contextlib.suppress(Found), watch_fetches(hunt.fetched), hunt.tracer:

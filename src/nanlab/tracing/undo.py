@@ -38,8 +38,8 @@ HELD = {
 }
 
 
-def generators() -> list[Any]:
-    """What belongs to nobody: generators of random numbers, and which modules are sharded."""
+def global_state() -> list[Any]:
+    """What no trainer holds: the global generators of random numbers, and torch's registry of sharded modules."""
     torch.cuda.init() if torch.cuda.is_available() else None
     devices = torch.cuda.default_generators
     return [random.getstate.__self__, np.random.get_state.__self__, torch.default_generator, *devices, SHARDED.data]
