@@ -1,5 +1,6 @@
 """autopsy: real runs of transformers and TRL, planted footprints, damaged files, and silence on healthy runs."""
 
+import contextlib
 import csv
 import itertools
 import json
@@ -174,6 +175,17 @@ def test_a_real_run_shows_its_cause_and_nothing_else(name, tmp_path):
     assert all("{" not in finding.message + finding.fix for finding in findings)
 
 
+def test_what_a_trainer_prints_is_read_with_its_steps(tmp_path):
+    console = tmp_path / "train.log"
+    with open(console, "w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        logged = lm_run(tmp_path, Poisoned, max_steps=24, logging_steps=3, disable_tqdm=False)
+    assert "%|" in console.read_text()
+    assert "{'loss'" in console.read_text()
+    printed, whole = autopsy(console), autopsy(logged)
+    assert [entry["step"] for entry in printed.log.entries] == [entry["step"] for entry in logged]
+    assert [(f.code, list(f.rows)) for f in printed] == [(f.code, list(f.rows)) for f in whole] != []
+
+
 def test_a_run_folder_is_read_from_its_newest_checkpoint(tmp_path):
     lm_run(tmp_path, Poisoned, max_steps=12, save_strategy="steps", save_steps=4)
     assert autopsy(tmp_path).codes == ["filter_footprint", "sudden_divergence"]
@@ -243,6 +255,9 @@ PLANTED = {
     ),
     "nan_metrics": (evals(1.5, 1.4, eval_entropy=NAN), 10, set()),
     "zero_eval_loss": (evals(1.5, 0.0), 20, set()),
+    "zeros_for_nan": (train([*falling(9), 0.0, 0.0]), 10, {"sudden_divergence"}),
+    "zero_gradient": (train(falling(9), [*steady(6), 0.0, 0.0, 0.0]), 7, set()),
+    "never_finite": (train([NAN] * 4, [NAN] * 4), 1, {"nan_loss"}),
     "no_reward": (train([0.0, 0.1, 0.2], [0.0, 1.0, 1.0], reward=[0.5, NAN, NAN]), 2, set()),
     "lying_accuracy": (
         [{"step": 5, "eval_loss": 0.5, "eval_rewards/accuracies": 0.0, "eval_rewards/margins": NAN}],
@@ -308,11 +323,11 @@ def test_a_loss_scale_that_settles_is_calibration():
 
 
 def test_a_loss_of_zero_says_nothing_in_policy_gradients():
-    assert autopsy(train([0.0] * 4, [0.0] * 4, reward=[0.5] * 4)).codes == []
+    assert autopsy(train([0.0] * 4, steady(4), reward=[0.5] * 4)).codes == []
 
 
 def test_an_evaluation_loss_of_zero_says_nothing_in_policy_gradients():
-    assert autopsy(train([0.0] * 4, [0.0] * 4, reward=[0.5] * 4) + evals(0.0, 0.0)).codes == []
+    assert autopsy(train([0.0] * 4, steady(4), reward=[0.5] * 4) + evals(0.0, 0.0)).codes == []
     assert autopsy(evals(0.0, eval_reward=0.5)).codes == []
 
 
@@ -345,7 +360,7 @@ def test_a_loss_in_half_precision_repeats_by_itself(dtype):
 
 def test_a_loss_that_repeats_without_a_gradient_is_no_accident():
     assert autopsy(train([2.0] * 5, steady(5))).codes == []
-    assert where(train([2.0] * 5, [0.0] * 5)) == {"repeated_loss": 1}
+    assert where(train([2.0] * 5, [0.0] * 5)) == {"repeated_loss": 1, "zero_gradient": 1}
 
 
 def test_a_short_run_has_only_its_summary():
@@ -859,3 +874,122 @@ def test_the_plot_has_only_greys():
     for axis in autopsy(ENTRIES).plot().axes:
         for line in axis.lines:
             assert str(line.get_color()) == "black" or float(line.get_color()) < 0.7
+
+
+# ------------------------------------------------------------------------------------------- what other programs write
+
+
+def lines(path, entries):
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def llama_factory(loss, step, **more):
+    """An entry of trainer_log.jsonl, which once gave all names to each."""
+    names = {"current_steps": step, "total_steps": 400, "loss": loss, "eval_loss": None, "predict_loss": None}
+    return {**names, "reward": None, "learning_rate": 1e-5, "epoch": 0.1, "percentage": step / 4, **more}
+
+
+def test_null_beside_another_measurement_was_not_measured(tmp_path):
+    entries = [llama_factory(loss, 10 * n + 10) for n, loss in enumerate(falling(9))]
+    entries.append(llama_factory(None, 90, eval_loss=1.9, learning_rate=None))
+    entries.append(llama_factory(None, 90, learning_rate=None))
+    healthy = autopsy(lines(tmp_path / "trainer_log.jsonl", entries))
+    assert healthy.codes == []
+    assert healthy.log.entries[-1]["step"] == 90
+    assert autopsy(tmp_path).codes == []  # the folder, where no trainer_state.json stands
+    entries[4]["loss"] = None  # a rate was written, so a step was made
+    assert where(entries) == {"nan_loss": 50}
+
+
+def test_a_loss_that_jumps_to_zero_for_good_was_nan():
+    seen = autopsy([llama_factory(loss, 10 * n + 10) for n, loss in enumerate([*falling(9), 0.0, 0.0, 0.0])])
+    assert [(f.code, f.rows[0], f.confidence) for f in seen] == [
+        ("zeros_for_nan", 100, "likely"),
+        ("sudden_divergence", 100, "likely"),
+    ]
+    assert autopsy(train([2.0 * 0.3**n for n in range(12)] + [0.0] * 5)).codes == ["no_gradient"]  # it fell there
+    learned = {"rewards/accuracies": [1.0] * 12}
+    assert autopsy(train([*falling(9), 0.0, 0.0, 0.0], **learned)).codes == []
+    late = autopsy(train([*falling(8), 0.0, 0.0]) + evals(NAN))
+    assert late.codes == ["zeros_for_nan", "sudden_divergence", "eval_of_dead_model"]
+
+
+@pytest.mark.parametrize("norm", [-1.0, 1.0, 2**0.5])
+def test_a_norm_that_never_moves_beside_a_zero_loss_is_none(norm):
+    seen = autopsy(train([1.1, 1.05, 0.0, 0.0, 0.0], [1.5, 1.003, norm, norm, norm]))
+    assert where(seen.log.entries) == {"zeros_for_nan": 3, "sudden_divergence": 3}
+    assert f"{norm:.6g} each time" in seen[0].message
+    assert autopsy(train([0.0] * 4, [norm] * 4, reward=[0.5] * 4)).codes == []
+    assert autopsy(train([1.1, 1.05, 0.0, 0.0], [1.5, 1.0, 0.9, 1.1])).codes == []
+
+
+def test_a_rate_that_stands_still_tells_skipped_steps_without_a_norm():
+    rates = [*[1e-3 - 1e-5 * n for n in range(10)], *[9e-4] * 8]
+    assert where(train([*falling(10), *[0.0] * 8], rates=rates))["steps_skipped"] == 12
+
+
+def test_without_a_gradient_the_reason_is_told():
+    still = train([0.35] * 2 + [0.34] * 3, [0.0] * 5)
+    assert "nothing reaches the weights" in autopsy(still)[0].message
+    alike = autopsy(train([0.0] * 4, [0.0] * 4, reward=[3.0] * 4, reward_std=[0.0] * 4))
+    assert alike.codes == ["zero_gradient"]
+    assert "rewards of each group are alike" in alike[0].message
+    assert autopsy(train(falling(4), [1.0, 0.0, 0.0, 1.0])).codes == []
+
+
+def test_what_else_was_finite_stands_beside_the_loss():
+    beside = {"logps/rejected": [1.0, NAN], "logits/chosen": [1.0, 1.0], "rewards/accuracies": [1.0, 0.0]}
+    (finding,) = autopsy(train([0.7, NAN], [1.0, 1.0], **beside))
+    assert "first at step 2 (NaN or inf too: logps/rejected; finite: grad_norm, logits/chosen)." in finding.message
+
+
+def test_an_evaluation_alone_says_nothing_of_the_training():
+    assert "while training" not in autopsy(evals(NAN))[0].message
+    assert "while training" not in autopsy(train([0.0] * 4) + evals(NAN))[-1].message
+    assert "while training is" in autopsy(train(falling(4), steady(4)) + evals(NAN))[0].message
+
+
+def test_where_no_step_is_told_entries_are_counted(tmp_path):
+    printed = "".join(f"{{'loss': {loss}, 'grad_norm': 1.0}}\n" for loss in (1.1, 1.0, "nan"))
+    (tmp_path / "train.log").write_text("12:00 INFO start {not a dict}\n" + printed)
+    seen = autopsy(tmp_path / "train.log")
+    assert (seen.unit, list(seen[0].rows)) == ("entry", [3])
+    assert "first at entry 3" in seen[0].message
+    assert "entry 3" in seen[0].fix
+    assert "damaged_file" not in seen.codes
+    assert seen.plot().axes[1].get_xlabel() == "number of the log entry"
+
+
+def test_an_entry_that_is_printed_twice_counts_once(tmp_path):
+    twice = ["{'loss': 0.0000, 'epoch': 0.01}", "{'loss': 0.0, 'grad_norm': nan, 'epoch': 0.01}"]
+    (tmp_path / "log.txt").write_text("\n".join(twice * 3))
+    assert len(autopsy(tmp_path / "log.txt").log.entries) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "row"),
+    [
+        ({"loss": "loss", "step": "global_step/max_steps"}, {"step": "{}/438"}),
+        ({"loss": "train_loss", "step": "step"}, {}),
+        ({"loss": "Training Loss", "step": "Step"}, {}),
+        ({"loss": "my-run - train/loss", "step": "Step"}, {"my-run - train/loss__MIN": "0.1"}),
+        ({"loss": "loss", "step": "iteration"}, {}),
+    ],
+)
+def test_other_programs_have_other_names(names, row, tmp_path):
+    entries = []
+    for n, loss in enumerate([*falling(9), NAN]):
+        step = str(10 * n + 10)
+        entries.append({names["loss"]: str(loss), names["step"]: row.get("step", "{}").format(step), **row})
+        entries[-1].pop("step", None) if names["step"] != "step" else None
+    with open(tmp_path / "log.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, entries[0])
+        writer.writeheader()
+        writer.writerows(entries)
+    assert where(tmp_path / "log.csv") == {"nan_loss": 100, "sudden_divergence": 100}
+
+
+def test_what_powershell_writes_is_read(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": NaN}\n'.encode("utf-16"))
+    assert where(tmp_path / "log.jsonl") == {"nan_loss": 2, "sudden_divergence": 2}

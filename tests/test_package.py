@@ -20,7 +20,7 @@ SOURCE = REPOSITORY / "src" / "nanlab"
 # A module may import those below its own floor. `errors` and `findings` (what a report looks like) are for everyone.
 FLOORS = (
     {"files", "numerics", "rows", "snapshots", "tracing"},
-    {"losses", "metrics", "post_mortem"},
+    {"logs", "losses", "metrics", "post_mortem"},
     {"models"},
     {"trainers", "guard", "inspection", "history"},
     {"course", "full_run", "cli", "__main__"},

@@ -9,21 +9,17 @@ metrics, repeated numbers.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import cycle, pairwise
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
 
-from nanlab.errors import InputError
-from nanlab.files import csv_rows
 from nanlab.findings import Finding, Findings, amount
+from nanlab.logs import Log, Part, accurate, eval_metrics, read_log
 
 
 def autopsy(path_or_log_history: str | os.PathLike | Sequence[Mapping]) -> Autopsy:
@@ -31,11 +27,11 @@ def autopsy(path_or_log_history: str | os.PathLike | Sequence[Mapping]) -> Autop
 
     Args:
         path_or_log_history: a `trainer_state.json` (also cut off or damaged), the folder of a run or checkpoint that
-            holds one (the newest by step; where it says nothing, the next), a JSON, JSONL or CSV file of metrics, or
-            `trainer.state.log_history`.
+            holds one (the newest by step; where it says nothing, the next), a JSON, JSONL or CSV file of metrics, a
+            text file of what the console showed, or `trainer.state.log_history`.
 
     Returns:
-        `Autopsy`: findings whose `rows` are steps, with `plot()`.
+        `Autopsy`: findings whose `rows` are steps (numbers of log entries where no step is told), with `plot()`.
 
     Raises:
         InputError: the file is missing, is no log, or holds no entry.
@@ -49,9 +45,9 @@ class Autopsy(Findings):
     def __init__(self, log: Log) -> None:
         with np.errstate(over="ignore", invalid="ignore"):  # a log may hold any number, up to the largest, and inf
             found = [(check, check.see(log)) for check in CHECKS]
-        findings = [check.finding(seen) for check, seen in found if seen]
+        findings = [check.finding(seen, log.unit) for check, seen in found if seen]
         what = amount(len(log.entries), "log entry", "log entries")
-        super().__init__(findings, subject=f"{what} of {log.source}", unit="step")
+        super().__init__(findings, subject=f"{what} of {log.source}", unit=log.unit)
         self.log = log
 
     def plot(self):
@@ -60,309 +56,6 @@ class Autopsy(Findings):
         What was not finite is drawn as a cross at the upper edge. Findings are numbered where they start.
         """
         return _plot(self)
-
-
-# ----------------------------------------------------------------------------------------------------------- the input
-
-
-class Part(dict[str, float]):
-    """What an entry says of one thing: a training step, an evaluation, the run as a whole.
-
-    An evaluation of one set among several (`eval_a_loss`) goes by the names of a single one (`eval_loss`); `prefix` is
-    what its names begin with in the log. `place` is the place in the log.
-    """
-
-    def __init__(self, numbers: Mapping[str, float], prefix: str, place: int) -> None:
-        super().__init__(numbers)
-        self.prefix = prefix
-        self.place = place
-
-    def called(self, name: str) -> str:
-        """The name of a metric in the log."""
-        return self.prefix + name.removeprefix("eval_") if name.startswith("eval_") else name
-
-
-class Log:
-    """Log entries in order, numbers only, under the names of transformers; `parts` are the same, a thing at a time.
-
-    `train` are the parts of training steps, `evals` those of evaluations, `summaries` those of whole runs; `damage`
-    says what was wrong with the file.
-    """
-
-    def __init__(self, entries: Iterable[Mapping], source: str, damage: str = "") -> None:
-        entries = [*entries]
-        self.entries = [_numbers(entry, number) for number, entry in enumerate(entries, start=1)]
-        self.source = source
-        self.damage = damage
-        self.parts = _parts(self.entries, table=len({frozenset(entry) for entry in entries}) == 1)
-        self.train = [part for part in self.parts if {"loss", "grad_norm"} & part.keys()]
-        self.evals = [part for part in self.parts if _eval_metrics(part)]
-        self.summaries = [part for part in self.parts if "train_loss" in part]
-        if not self.train and not self.evals and not self.summaries:
-            raise InputError(f"{source}: no log entry with a loss, a grad_norm, a train_loss or an eval_ metric in it")
-
-    def train_array(self, *names: str, start: int = 0) -> np.ndarray:
-        """Step and metrics of the training entries from `start` that have them all: float64 `[1 + len(names), n]`."""
-        train = (entry for entry in self.train[start:] if {*names} <= entry.keys())
-        rows = [[entry["step"], *(entry[name] for name in names)] for entry in train]
-        return np.array(rows, float).reshape(-1, 1 + len(names)).T
-
-    def by_set(self) -> dict[str, list[Part]]:
-        """Prefix → the evaluations of that set."""
-        sets: dict[str, list[Part]] = {}
-        for part in self.evals:
-            sets.setdefault(part.prefix, []).append(part)
-        return sets
-
-    @cached_property
-    def rewards(self) -> bool:
-        """A policy-gradient run (GRPO and the like): its loss starts at 0 and measures nothing."""
-        return any({"reward", "reward_std", "eval_reward"} & part.keys() for part in self.parts)
-
-    @cached_property
-    def divergence(self) -> tuple[str, Seen] | None:
-        """ "gradual" or "sudden", and the steps from the onset on."""
-        return _divergence(self) if self.train else None
-
-    @cached_property
-    def dead_from(self) -> int | None:
-        """Index in `train` from which on no gradient norm (without one, no loss) is finite until the end.
-
-        A single such entry may be a step that a GradScaler skipped. It counts only beside a loss of 0.0 or NaN.
-        """
-        norms = [entry.get("grad_norm", entry.get("loss")) for entry in self.train]
-        start = next((at + 1 for at in range(len(norms) - 1, -1, -1) if math.isfinite(norms[at])), 0)
-        tail = self.train[start:]
-        alone = len(tail) == 1 and math.isfinite(loss := tail[0].get("loss", 1.0)) and loss != 0
-        return start if tail and not alone else None
-
-    @cached_property
-    def death(self) -> tuple[float, int]:
-        """The step from which on training is dead, and where in the log that run starts: another may come before it."""
-        if self.dead_from is None:
-            return math.inf, 0
-        until = self.train[: self.dead_from + 1]
-        starts = [part.place for before, part in pairwise(until) if part["step"] < before["step"]]
-        return until[-1]["step"], max(starts, default=0)
-
-    def alive_at(self, part: Part) -> bool:
-        """Training was still finite there."""
-        step, start = self.death
-        return part["step"] < step or part.place < start
-
-
-# Other names, the better one first: W&B's _step counts its own calls.
-_NAMES = {"global_step": "step", "_step": "step", "lr": "learning_rate", "gradient_norm": "grad_norm"}
-# A strict writer of JSON has no other way to say NaN; TRL writes the mean of no reward so.
-_NULL_IS_NAN = re.compile("^((eval_.*|train_)?loss|(eval_.*)?reward)$")
-_NO_METRIC = re.compile(r"runtime|per_second|preparation_time|num_tokens|epoch|flos|_rows$|step$")
-
-
-def _numbers(entry: Mapping, number: int) -> dict[str, float]:
-    """The numbers of an entry; the text "NaN" is one, "n/a" is not. Without a step, the entry's number stands in."""
-    clean = {}
-    for key, value in entry.items():
-        name = re.sub("^eval/", "eval_", str(key).removeprefix("train/"))
-        if value is None and _NULL_IS_NAN.search(name):
-            value = math.nan
-        try:
-            clean[name] = float(value)
-        except OverflowError:  # an integer of more than 308 digits
-            clean[name] = math.copysign(math.inf, value > 0 or -1)
-        except (TypeError, ValueError):
-            continue  # a name, a list, an empty cell
-    for other, name in _NAMES.items():
-        if other in clean:
-            clean = {name: clean.pop(other), **clean}
-    if not math.isfinite(clean.get("step", math.nan)):
-        clean["step"] = float(number)
-    return clean
-
-
-_SUMMARY = re.compile(r"train_(loss$|runtime$|\w+_per_second$)")
-# Whatever the entry is about; _timestamp and the like are W&B's.
-_SHARED = re.compile(r"(step|epoch|total_flos|index)$|_")
-
-
-def _parts(entries: list[dict[str, float]], *, table: bool) -> list[Part]:
-    """The entries, a thing at a time. Where all have the same names, NaN may stand for what was not measured."""
-    names = dict.fromkeys(name for entry in entries for name in entry)
-    sets = _eval_sets([*names])
-    prefixes = {name: _prefix(name, sets) for name in names if not _SHARED.match(name)}
-    groups = [_groups(entry, prefixes) for entry in entries]
-    if table:
-        groups = _without_missing(groups)
-    shared = [{k: v for k, v in entry.items() if k not in prefixes and math.isfinite(v)} for entry in entries]
-    return [
-        Part({**shared[place], **numbers}, prefix, place)
-        for place, here in enumerate(groups)
-        for prefix, numbers in here.items()
-    ]
-
-
-def _eval_sets(names: Sequence[str]) -> list[str]:
-    """What the names of each evaluation set begin with: "eval_", or "eval_a_" and "eval_b_" for a dict of sets.
-
-    The Trainer writes a time beside the loss of a set, not beside one of several losses (`eval_nll_loss`).
-    """
-    sets = [name.removesuffix("loss") for name in names if name.startswith("eval_") and name.endswith("loss")]
-    timed = [prefix for prefix in sets if f"{prefix}runtime" in names]
-    return sorted(timed or (["eval_"] if "eval_" in sets else sets), key=len, reverse=True)
-
-
-def _prefix(name: str, sets: Sequence[str]) -> str:
-    if name.startswith("eval_"):
-        return next((prefix for prefix in sets if name.startswith(prefix)), "eval_")
-    return "train_" if _SUMMARY.match(name) else ""
-
-
-def _groups(entry: Mapping[str, float], prefixes: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Prefix → the metrics under it, evaluations by the names of a single set."""
-    groups: dict[str, dict[str, float]] = {}
-    for name, value in entry.items():
-        if (prefix := prefixes.get(name)) is not None:
-            single = f"eval_{name.removeprefix(prefix)}" if prefix.startswith("eval_") else name
-            groups.setdefault(prefix, {})[single] = value
-    return groups
-
-
-def _without_missing(rows: list[dict[str, dict[str, float]]]) -> list[dict[str, dict[str, float]]]:
-    """A row of a data frame measures one thing and is NaN in the others' columns.
-
-    Where some row measures two, or one is measured nowhere, NaN may be measured too: then all stays as it is.
-    """
-    measured = [{prefix for prefix in row if any(map(math.isfinite, row[prefix].values()))} for row in rows]
-    anywhere = set().union(*measured)
-    if any(len(here) > 1 for here in measured):
-        return rows
-    return [
-        {prefix: row[prefix] for prefix in row if not here or prefix in here or prefix not in anywhere}
-        for row, here in zip(rows, measured, strict=True)
-    ]
-
-
-def _eval_metrics(part: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of an evaluation, without times and counts."""
-    return {key: value for key, value in part.items() if key.startswith("eval_") and not _NO_METRIC.search(key)}
-
-
-def read_log(source: str | os.PathLike | Sequence[Mapping]) -> Log:
-    """What `autopsy` accepts, as a `Log`. Raises InputError, see there."""
-    if isinstance(source, str | os.PathLike):
-        return _first_readable(_log_files(Path(source)))
-    if isinstance(source, Mapping):  # the content of a trainer_state.json
-        source = source.get("log_history")
-    if not isinstance(source, Sequence) or not all(isinstance(entry, Mapping) for entry in source):
-        raise InputError("autopsy wants a path or a log history (a list of dicts), e.g. trainer.state.log_history")
-    return Log(source, "the log history")
-
-
-def _log_files(path: Path) -> list[Path]:
-    """The file itself (also a pipe), or every trainer_state.json in the folder of a run, newest (by step) first."""
-    if not os.path.exists(path):  # unlike path.exists(), False also for a name that no system takes
-        raise InputError(f"{path}: no such file or folder")
-    if not path.is_dir():
-        return [path]
-    top = path / "trainer_state.json"
-    steps = {top: math.inf, **{file: _number(file.parent) for file in path.glob("checkpoint-*/trainer_state.json")}}
-    found = [file for file in steps if file.is_file()]
-    if not found:
-        raise InputError(f"{path}: no trainer_state.json here or in a checkpoint-* folder; name the log file itself")
-    if top in found[:1] and len(found) > 1:
-        steps[top] = _reaches(top)
-    return sorted(found, key=steps.__getitem__, reverse=True)
-
-
-def _number(checkpoint: Path) -> int:
-    return int(re.sub(r"\D", "", checkpoint.name) or 0)
-
-
-def _reaches(state: Path) -> float:
-    """The last step in it: the file of a finished run may stand beside checkpoints of a later one that was resumed.
-
-    One that says nothing comes first, to be told of.
-    """
-    try:
-        entries = _parse(state)[0]
-    except InputError:
-        return math.inf
-    return max((_numbers(entry, 0)["step"] for entry in entries), default=math.inf)
-
-
-def _first_readable(files: list[Path]) -> Log:
-    """A run that was killed while it saved leaves an empty newest log beside whole older ones."""
-    wrong = []
-    for path in files:
-        try:
-            log = Log(*_parse(path))
-        except InputError as error:
-            wrong.append(error)
-            continue
-        log.damage = "; ".join([*(f"{error}, so {path} was read" for error in wrong[:1]), *filter(None, [log.damage])])
-        return log
-    raise wrong[0]
-
-
-def _parse(path: Path) -> tuple[list[Mapping], str, str]:
-    """Entries, source, and damage of a CSV, JSON or JSONL file."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig", errors="replace")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    if not text.strip("\0 \r\n\t"):
-        raise InputError(f"{path}: the file is empty")
-    if path.suffix.lower() == ".csv":
-        return csv_rows(text), str(path), ""
-    for whole in (_one_document, _one_a_line):
-        try:
-            values = whole(text)
-        except (ValueError, RecursionError):
-            continue
-        entries = [value for value in values if isinstance(value, Mapping)]
-        if entries or not values:
-            return entries, str(path), _left_out(len(values) - len(entries), len(values))
-    entries = list(_salvage(text))
-    if not entries:
-        raise InputError(f"{path}: no complete log entry can be read from it; is it a trainer_state.json?")
-    what = amount(len(entries), "complete entry", "complete entries")
-    return entries, str(path), f"{what} could be recovered, the last of step {_last_step(entries)}"
-
-
-def _left_out(odd: int, count: int) -> str:
-    return f"{odd} of {count} entries hold no named numbers" if odd else ""
-
-
-def _one_document(text: str) -> list:
-    value = json.loads(text)
-    if isinstance(value, Mapping):
-        history = value.get("log_history")
-        value = history if isinstance(history, list) else [value]
-    return value if isinstance(value, list) else [value]
-
-
-def _one_a_line(text: str) -> list:
-    lines = re.split(r"[\r\n]", text)  # not splitlines(): U+2028 and U+0085 may stand inside a text
-    return [json.loads(line) for line in lines if line.strip()]
-
-
-def _salvage(text: str) -> Iterator[Mapping]:
-    """Every complete JSON object in a damaged file that reads like a log entry."""
-    decoder, at = json.JSONDecoder(), text.find("{")
-    while at >= 0:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            end = at + 1  # cut off, or damaged inside: look into it
-        else:
-            if isinstance(value.get("log_history"), list):
-                yield from (entry for entry in value["log_history"] if isinstance(entry, Mapping))
-            elif "step" in value or "loss" in value:
-                yield value
-        at = text.find("{", end)
-
-
-def _last_step(entries: list[Mapping]) -> str:
-    return str(entries[-1].get("step", "unknown"))
 
 
 # ---------------------------------------------------------------------------------------------------------- footprints
@@ -387,13 +80,34 @@ def _bad_rate(log: Log) -> Seen | None:
 
 
 def _filter_footprint(log: Log) -> Seen | None:
-    steps, loss, norm = log.train_array("loss", "grad_norm")
-    return _where(steps, (loss == 0) & ~np.isfinite(norm))
+    bad = [part for part in log.train if part.get("loss") == 0 and not math.isfinite(part.get("grad_norm", 0.0))]
+    others = {name: value for part in bad[:1] for name, value in part.items() if name != "grad_norm"}
+    return Seen([part["step"] for part in bad], detail=_beside(others)) if bad else None
+
+
+def _zeros_for_nan(log: Log) -> Seen | None:
+    zeros = [part for part in log.train if part.place in log.zeros_for_nan]
+    if not zeros:
+        return None
+    norm = zeros[0].get("grad_norm")
+    detail = "" if norm is None else f", beside a gradient norm that is {norm:.6g} each time"
+    return Seen([part["step"] for part in zeros], "likely", detail)
 
 
 def _nan_loss(log: Log) -> Seen | None:
-    steps, loss = log.train_array("loss")
-    return _where(steps, ~np.isfinite(loss))
+    bad = [part for part in log.train if not math.isfinite(part.get("loss", 0.0))]
+    return Seen([part["step"] for part in bad], detail=_beside(bad[0])) if bad else None
+
+
+def _beside(part: Mapping[str, float]) -> str:
+    """What else was logged there, and is finite or not: it says how far the NaN has come."""
+    others = {name: value for name, value in part.items() if _RESULT.match(name)}
+    bad, good = ([n for n, value in others.items() if math.isfinite(value) is finite] for finite in (False, True))
+    told = [f"{what}: {', '.join(names[:3])}" for what, names in (("NaN or inf too", bad), ("finite", good)) if names]
+    return f" ({'; '.join(told)})" if told else ""
+
+
+_RESULT = re.compile("(?!.*accurac).*(grad_norm|reward|logp|logit|kl$|entropy)")
 
 
 def _nan_summary(log: Log) -> Seen | None:
@@ -421,7 +135,8 @@ def _no_gradient(log: Log) -> Seen | None:
     """
     if log.rewards:
         return None
-    zero = [part for part in log.train if part.get("loss") == 0 and not _accurate(part)]
+    zero = [part for part in log.train if part.get("loss") == 0 and not accurate(part)]
+    zero = [part for part in zero if part.place not in log.zeros_for_nan]
     if any({"loss", "grad_norm"} <= part.keys() for part in log.train):
         zero = [part for part in zero if part.get("grad_norm") == 0]
         return Seen([part["step"] for part in zero], "likely", "Loss and gradient are") if zero else None
@@ -431,16 +146,24 @@ def _no_gradient(log: Log) -> Seen | None:
     return Seen([part["step"] for part in zero], "possible", "The loss is") if len(zero) > 1 else None
 
 
-def _accurate(part: Part) -> bool:
-    return any("accurac" in name and value > 0 for name, value in part.items())
+def _zero_gradient(log: Log) -> Seen | None:
+    """A gradient of exactly 0 to the end, beside a loss that is none or measures nothing."""
+    norms = np.array([part.get("grad_norm", math.nan) for part in log.train])
+    start = _last(norms != 0) + 1
+    measures = lambda part: math.isfinite(part.get("reward", 0.0)) if log.rewards else part.get("loss", 1.0) != 0
+    tail = [*filter(measures, log.train[start:])]
+    alike = tail and (tail[0].get("reward_std") == 0 or tail[0].get("frac_reward_zero_std") == 1)
+    why = "the rewards of each group are alike, so every advantage is 0" if alike else "nothing reaches the weights"
+    return Seen([part["step"] for part in tail], "likely", why) if len(tail) >= 3 else None
 
 
 def _steps_skipped(log: Log) -> Seen | None:
     """The scheduler only moves with the optimizer: a rate that stands still in a moving schedule means no step."""
-    steps, rate, norm = log.train_array("learning_rate", "grad_norm")
+    parts = [part for part in log.train if "learning_rate" in part]
+    steps, rate, life = np.array([[p["step"], p["learning_rate"], log.sign_of_life(p)] for p in parts]).reshape(-1, 3).T
     if len(steps) < 6 or len(set(rate)) < 2:
         return None
-    still = np.concatenate([[False], (rate[1:] == rate[:-1]) & ~np.isfinite(norm[1:])])
+    still = np.concatenate([[False], (rate[1:] == rate[:-1]) & ~np.isfinite(life[1:])])
     runs = _runs(still)
     longest = max(runs, key=len, default=range(0))
     return Seen(steps[longest.start : longest.stop], "likely") if len(longest) >= 5 else None
@@ -500,11 +223,13 @@ def _evaluated(parts: Sequence[Part], confidence: str = "certain", detail: str =
 
 
 def _empty_evaluation(log: Log) -> Seen | None:
-    """eval_loss NaN while training is finite."""
+    """eval_loss NaN while training is finite, as far as is known."""
     bad = [part for part in log.evals if not math.isfinite(part.get("eval_loss", 0.0)) and log.alive_at(part)]
-    others = [value for part in bad for value in _eval_metrics(part).values() if math.isfinite(value)]
+    others = [value for part in bad for value in eval_metrics(part).values() if math.isfinite(value)]
+    alive = any(part.get("grad_norm", part.get("loss")) not in (0, None) and log.alive_at(part) for part in log.train)
+    training = " while training is" if alive else ""
     empty = "; every other metric is exactly 0" if others and not any(others) else ""
-    return _evaluated(bad, "likely" if log.train else "possible", empty)
+    return _evaluated(bad, "likely" if alive else "possible", training + empty)
 
 
 def _dead_evaluation(log: Log) -> Seen | None:
@@ -544,7 +269,7 @@ def _no_progress(log: Log) -> Seen | None:
     """Three evaluations of one set alike to the last digit of every metric."""
     longest: list[float] = []
     for evals in log.by_set().values():
-        metrics = [_eval_metrics(part) for part in evals]
+        metrics = [eval_metrics(part) for part in evals]
         whole = [bool(m.get("eval_loss")) and all(map(math.isfinite, m.values())) for m in metrics]
         same = [False] + [whole[at] and metrics[at] == metrics[at - 1] for at in range(1, len(metrics))]
         run = max(_runs(np.array(same)), key=len, default=range(0))
@@ -628,7 +353,10 @@ def _death(log: Log) -> tuple[str, Seen] | None:
     places, heights = _heights(log, "grad_norm" if _normed(log) else "loss")
     onset = _onset(heights)
     climbs = onset is not None and len(places) - onset.start >= 3
-    return ("gradual", _since(log, places[onset.start])) if climbs else ("sudden", _since(log, log.dead_from))
+    lost = not math.isfinite(loss := log.train[0].get("loss", math.nan)) or loss == 0
+    sudden = "from the start" if log.dead_from == 0 and lost else "sudden"
+    sure = "likely" if log.zeros_for_nan else "certain"
+    return ("gradual", _since(log, places[onset.start], sure)) if climbs else (sudden, _since(log, log.dead_from, sure))
 
 
 def _departure(log: Log, name: str) -> tuple[str, Seen] | None:
@@ -673,7 +401,7 @@ def _worse_than_at_first(log: Log) -> tuple[str, Seen] | None:
 
 def _diverges(kind: str) -> Callable[[Log], Seen | None]:
     def see(log: Log) -> Seen | None:
-        found = log.divergence
+        found = _divergence(log) if log.train else None
         return found[1] if found and found[0] == kind else None
 
     return see
@@ -683,7 +411,7 @@ def _diverges(kind: str) -> Callable[[Log], Seen | None]:
 
 
 class Check(NamedTuple):
-    """`see(log)` gives the steps or None; `message` may use {first}, {entries}, {evaluations}, {names} and {detail}."""
+    """`see(log)` gives the steps or None; `message` may use {at}, {entries}, {evaluations}, {names} and {detail}."""
 
     code: str
     see: Callable[[Log], Seen | None]
@@ -691,10 +419,10 @@ class Check(NamedTuple):
     fix: str
     lesson: str
 
-    def finding(self, seen: Seen) -> Finding:
+    def finding(self, seen: Seen, unit: str) -> Finding:
         steps = [int(step) for step in seen.steps]
         fill = {
-            "first": steps[0] if steps else "",
+            "at": f"{unit} {steps[0]}" if steps else "",
             "entries": amount(len(steps), "entry", "entries"),
             "evaluations": amount(len(steps), "evaluation"),
             "detail": seen.detail,
@@ -718,22 +446,30 @@ CHECKS = (
     Check(
         "filter_footprint",
         _filter_footprint,
-        "Loss exactly 0.0 beside a grad_norm that is not finite, from step {first} on ({entries}): the 0.0 "
-        "was NaN. logging_nan_inf_filter wrote it, and train_loss averages these zeros too.",
-        "Set logging_nan_inf_filter=False. " + _LOCATE + " in the steps up to {first}.",
+        "Loss exactly 0.0 beside a grad_norm that is not finite, from {at} on ({entries}): the 0.0 "
+        "was NaN{detail}. logging_nan_inf_filter wrote it, and train_loss averages these zeros too.",
+        "Set logging_nan_inf_filter=False. " + _LOCATE + " in the steps up to {at}.",
+        GUARD,
+    ),
+    Check(
+        "zeros_for_nan",
+        _zeros_for_nan,
+        "The loss is exactly 0.0 from {at} on to the end ({entries}){detail}: most likely the 0.0 was NaN, which "
+        "logging_nan_inf_filter and fp16 under DeepSpeed hide so.",
+        "Set logging_nan_inf_filter=False. " + _LOCATE + " in the steps up to {at}.",
         GUARD,
     ),
     Check(
         "nan_loss",
         _nan_loss,
-        "The loss is NaN or inf in {entries}, first at step {first}.",
-        _LOCATE + " at step {first}; nanlab.watch(trainer) keeps the weights while you look.",
+        "The loss is NaN or inf in {entries}, first at {at}{detail}.",
+        _LOCATE + " at {at}; nanlab.watch(trainer) keeps the weights while you look.",
         "08_locate",
     ),
     Check(
         "nan_train_loss",
         _nan_summary,
-        "train_loss, which the Trainer averages over the whole run, is NaN or inf at step {first}, and no logged loss "
+        "train_loss, which the Trainer averages over the whole run, is NaN or inf at {at}, and no logged loss "
         "is: the steps that went wrong have no entry of their own.",
         "Set logging_nan_inf_filter=False and logging_steps=1. " + _LOCATE + ".",
         GUARD,
@@ -741,16 +477,16 @@ CHECKS = (
     Check(
         "gradient_not_finite",
         _bad_gradient,
-        "A finite loss beside a grad_norm that is NaN or inf to the end, from step {first} on ({entries}): "
+        "A finite loss beside a grad_norm that is NaN or inf to the end, from {at} on ({entries}): "
         "the fault is in the backward pass, the norm overflows, the loss is an average that hides NaN steps, or "
         "GradScaler has not found its scale.",
-        "Set logging_nan_inf_filter=False and logging_steps=1. " + _LOCATE + " at step {first}.",
+        "Set logging_nan_inf_filter=False and logging_steps=1. " + _LOCATE + " at {at}.",
         "08_locate",
     ),
     Check(
         "steps_skipped",
         _steps_skipped,
-        "The learning rate stands still without a finite gradient, from step {first} on ({entries}): the "
+        "The learning rate stands still without a finite gradient, from {at} on ({entries}): the "
         "optimizer takes no step.",
         "The loss scale cannot help when the loss itself overflows: use bf16 or fp32. " + _LOCATE + ".",
         HALF,
@@ -765,53 +501,67 @@ CHECKS = (
     Check(
         "no_gradient",
         _no_gradient,
-        "{detail} exactly 0 from step {first} on ({entries}): no token carried loss. TRL's own losses are 0.0 then; "
+        "{detail} exactly 0 from {at} on ({entries}): no token carried loss. TRL's own losses are 0.0 then; "
         "where the loss was NaN, the filter wrote 0.0.",
         "Run nanlab.preflight(dataset, tokenizer, max_length=…): look for truncated_away and no_label.",
         EMPTY,
     ),
     Check(
+        "zero_gradient",
+        _zero_gradient,
+        "The gradient norm is exactly 0 from {at} on to the end ({entries}): {detail}.",
+        "Look for frozen or detached weights and for beta=0; with rewards, for prompts whose answers all score alike.",
+        "02_zero_std",
+    ),
+    Check(
         "gradual_divergence",
         _diverges("gradual"),
-        "The run diverges step by step from step {first} on{detail}: gradient norm or loss leave their usual range "
+        "The run diverges step by step from {at} on{detail}: gradient norm or loss leave their usual range "
         "and stay out.",
-        "Lower the learning rate or lengthen the warm-up; resume from a checkpoint before step {first}.",
+        "Lower the learning rate or lengthen the warm-up; resume from a checkpoint before {at}.",
         RATE,
     ),
     Check(
         "sudden_divergence",
         _diverges("sudden"),
-        "The run breaks suddenly at step {first}{detail}, with no climb before it: one batch, one overflow or one "
+        "The run breaks suddenly at {at}{detail}, with no climb before it: one batch, one overflow or one "
         "optimizer step.",
-        _LOCATE + " at step {first}; run nanlab.preflight with model= and args= for fp16 weights and bad rows.",
+        _LOCATE + " at {at}; run nanlab.preflight with model= and args= for fp16 weights and bad rows.",
+        "08_locate",
+    ),
+    Check(
+        "never_finite",
+        _diverges("from the start"),
+        "The run is not finite from its first entry on, {at}{detail}: what broke it came before that, and no climb can "
+        "be seen.",
+        _LOCATE + " at the first step; run nanlab.preflight with model= and args= for weights, dtypes and rows.",
         "08_locate",
     ),
     Check(
         "repeated_loss",
         _repeated_loss,
-        "The same loss to the last digit, first at step {first} ({entries}): a filter stood in for NaN, or no "
-        "step is taken.",
+        "The same loss to the last digit, first at {at} ({entries}): a filter stood in for NaN, or no step is taken.",
         "Set logging_nan_inf_filter=False and logging_steps=1; compare the weights before and after one step.",
         GUARD,
     ),
     Check(
         "no_progress",
         _no_progress,
-        "{evaluations} from step {first} on are alike to the last digit: the weights do not change.",
+        "{evaluations} from {at} on are alike to the last digit: the weights do not change.",
         "Look at the learning rate, at frozen parameters, at fp16 weights, and at a GradScaler that skips every step.",
         HALF,
     ),
     Check(
         "bad_learning_rate",
         _bad_rate,
-        "The learning rate is NaN or inf in {entries}, first at step {first}.",
+        "The learning rate is NaN or inf in {entries}, first at {at}.",
         "Look at the scheduler: warm-up of 0 steps, division by a total of 0 steps.",
         RATE,
     ),
     Check(
         "nan_eval_loss",
         _empty_evaluation,
-        "{names} is not finite from step {first} on ({evaluations}) while training is{detail}: some "
+        "{names} is not finite from {at} on ({evaluations}){detail}: some "
         "evaluation batch has no token that carries loss.",
         "Run nanlab.preflight on the evaluation set with max_length; use nanlab.trainers, or nanlab.locate(trainer, "
         "mode='eval').",
@@ -820,14 +570,14 @@ CHECKS = (
     Check(
         "eval_of_dead_model",
         _dead_evaluation,
-        "{names} is not finite in {evaluations} from step {first} on, after training had died.",
+        "{names} is not finite in {evaluations} from {at} on, after training had died.",
         "Look at the training steps before it, not at the evaluation.",
         GUARD,
     ),
     Check(
         "nan_metrics",
         _nan_metrics,
-        "{detail}: not finite beside a finite loss, first at step {first} ({entries}). NaN batches were left "
+        "{detail}: not finite beside a finite loss, first at {at} ({entries}). NaN batches were left "
         "out of the loss (transformers 5.23 and later do so), or the metric is a mean over nothing.",
         "Run nanlab.preflight on that data set; set logging_nan_inf_filter=False and evaluate again.",
         "10_case_tpo_evaluate",
@@ -835,7 +585,7 @@ CHECKS = (
     Check(
         "zero_eval_loss",
         _zero_evaluation,
-        "{names} is exactly 0.0, first at step {first} ({evaluations}): an average over nothing that was "
+        "{names} is exactly 0.0, first at {at} ({evaluations}): an average over nothing that was "
         "called 0, and the best model for metric_for_best_model.",
         "Report NaN where nothing was averaged (nanlab.WeightedMean), and evaluate again.",
         EMPTY,
@@ -843,7 +593,7 @@ CHECKS = (
     Check(
         "no_reward",
         _no_reward,
-        "The reward is NaN or None, first at step {first} ({entries}): no reward function scored a completion, or one "
+        "The reward is NaN or None, first at {at} ({entries}): no reward function scored a completion, or one "
         "gave NaN. A loss of 0.0 beside it means that nothing was learned.",
         "Look at what the reward functions return: a finite number for each completion that they are meant for.",
         EMPTY,
@@ -851,7 +601,7 @@ CHECKS = (
     Check(
         "lying_accuracy",
         _lying_accuracy,
-        "Accuracies of 0.0 beside margins of NaN, first at step {first} ({entries}): a comparison with NaN is "
+        "Accuracies of 0.0 beside margins of NaN, first at {at} ({entries}): a comparison with NaN is "
         "False, so nothing was measured.",
         "Do not read this accuracy. Find what made the margins NaN: " + _LOCATE + ".",
         "11_case_dpo_pythia",
@@ -859,7 +609,7 @@ CHECKS = (
     Check(
         "excluded_rows",
         _excluded_rows,
-        "Rows with a non-finite loss were left out of the averages, first at step {first} ({entries}).",
+        "Rows with a non-finite loss were left out of the averages, first at {at} ({entries}).",
         _LOCATE + " on those rows; the averages are over the rest only.",
         GUARD,
     ),
@@ -885,7 +635,7 @@ def _plot(autopsy: Autopsy):
     positive = [value for value in log.train_array("grad_norm")[1] if math.isfinite(value) and value > 0]
     if positive and max(positive) > 20 * min(positive):
         axes[1].set_yscale("log")
-    axes[1].set_xlabel("step")
+    axes[1].set_xlabel("step" if log.unit == "step" else "number of the log entry")
     axes[1].xaxis.get_major_locator().set_params(integer=True)
     _mark(axes, autopsy)
     for axis in axes:
