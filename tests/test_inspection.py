@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     DataCollatorForLanguageModeling,
     GemmaConfig,
@@ -24,6 +24,7 @@ from transformers import (
 from trl import (
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
     KTOConfig,
     KTOTrainer,
     RewardConfig,
@@ -55,6 +56,15 @@ def make_tokenizer(pad=PAD, eos=END):
     )
     bpe.train_from_iterator(["the capital of france is paris", "two plus two is four"] * 4, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token=END, bos_token=END, eos_token=eos, pad_token=pad)
+
+
+def beginning_tokenizer():
+    """It puts bos before every text, as Llama's does."""
+    tokenizer = make_tokenizer()
+    bos = (END, tokenizer.bos_token_id)
+    begin = processors.TemplateProcessing(single=f"{END} $A", pair=f"{END} $A $B", special_tokens=[bos])
+    tokenizer.backend_tokenizer.post_processor = begin
+    return tokenizer
 
 
 TOKENIZER = make_tokenizer()
@@ -158,6 +168,7 @@ PLANTED = {
     "identical_pair": (lambda: look(pairs(rejected=" paris")), [4]),
     "all_unk": (lambda: look(pairs(chosen=PAD * 3)), [4]),
     "only_special_tokens": (lambda: look(pairs(chosen=END)), [4]),
+    "two_bos": (lambda: look([{"text": f"{bos}two plus two"} for bos in ("", END)], beginning_tokenizer()), [1]),
     "id_outside_vocabulary": (
         lambda: look([{"input_ids": [5, 6]}, {"input_ids": [5, 999]}], model=make_model()),
         [1],
@@ -173,7 +184,7 @@ PLANTED = {
     "no_pad_token": (lambda: look(tokenizer=make_tokenizer(pad=None)), None),
     "eos_lost": (lambda: look([{"text": "two plus two"}], make_tokenizer(pad=END)), None),
     "special_token_outside_vocabulary": (
-        lambda: look([{"input_ids": [0, 0]}], make_tokenizer(pad=" paris"), model=make_model(rows=len(TOKENIZER) - 40)),
+        lambda: look([{"input_ids": [0, 5]}], make_tokenizer(pad=" paris"), model=make_model(rows=len(TOKENIZER) - 40)),
         None,
     ),
     "nan_filter_on": (lambda: look(args=make_args(logging_nan_inf_filter=True)), None),
@@ -181,6 +192,7 @@ PLANTED = {
     "huge_learning_rate": (lambda: look(args=make_args(learning_rate=1.0)), None),
     "bad_argument": (lambda: look(args=make_args(beta=math.nan)), None),
     "zero_divisor": (lambda: look(args=make_args(loss_type="ipo", beta=0.0)), None),
+    "learns_nothing": (lambda: look(args=make_args(beta=0.0)), None),
     "adam_eps_is_zero": (lambda: look(args=make_args(adam_epsilon=0.0)), None),
     "scaler_refuses_fp16_weights": (
         lambda: look(model=make_model(torch.float16), args=_fp16(make_args())),
@@ -599,6 +611,42 @@ def test_an_argument_that_is_found_makes_the_weights_nan(options, codes):
     trainer = real(DPOTrainer, pairs(), args)
     trainer.train()
     assert all(weight.isfinite().all() for weight in trainer.model.parameters()) == (not codes)
+
+
+@pytest.mark.parametrize(
+    ("options", "codes"),
+    [
+        ({"beta": 0.0}, ["learns_nothing"]),
+        ({"beta": 0.0, "loss_type": ["hinge", "apo_zero"], "loss_weights": [1.0, 1.0]}, ["learns_nothing"]),
+        ({"learning_rate": 0.0}, ["learns_nothing"]),
+        ({"beta": 0.0, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}, []),
+        ({"beta": 0.01}, []),
+    ],
+)
+def test_what_teaches_nothing_leaves_the_weights_as_they_were(options, codes):
+    args = few_steps(weight_decay=0.0, warmup_steps=0, **{"learning_rate": 1e-2 * 0.9, **options})
+    assert look(args=args).codes == codes
+    trainer = real(DPOTrainer, pairs(), args)
+    before = [weight.clone() for weight in trainer.model.parameters()]
+    trainer.train()
+    moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert moved == (not codes)
+
+
+def test_what_the_trainer_tokenises_begins_with_two_bos_where_told():
+    tokenizer = beginning_tokenizer()
+    rows = [{"text": f"{END}two plus two"}, {"text": "two plus two"}]
+    trainer = real(SFTTrainer, rows, few_steps(SFTConfig), tokenizer)
+    first = [row["input_ids"][:2] for row in trainer.train_dataset]
+    bos = tokenizer.bos_token_id
+    assert [ids == [bos, bos] for ids in first] == [True, False]
+    assert list(look(rows, tokenizer, args=few_steps(SFTConfig))[0].rows) == [0]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_a_beta_of_zero_is_the_default_of_other_trainers(beta):
+    rows = [{"prompt": "two plus two is"}] * 4
+    assert look(rows, args=make_args(GRPOConfig, beta=beta, per_device_train_batch_size=8)).codes == []
 
 
 @pytest.mark.parametrize(

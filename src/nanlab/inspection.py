@@ -173,6 +173,12 @@ def _only_special(batch: Batch) -> np.ndarray:
     return _answer_only_of({tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}, batch)
 
 
+def _two_bos(batch: Batch) -> np.ndarray:
+    bos = batch.setup.tokenizer.bos_token_id
+    twice = lambda ids: bos is not None and ids[:2] == [bos, bos]
+    return _any_column(batch, lambda tokens: np.fromiter(map(twice, tokens.ids), bool, len(tokens.ids)))
+
+
 def _outside_vocabulary(batch: Batch) -> np.ndarray:
     if not batch.setup.ids_may_overflow:
         return batch.none()
@@ -268,7 +274,8 @@ ROW_CHECKS = (
         partial(_has, "not text"),
         "{rows}: a prompt or an answer is neither text nor chat messages, or holds half a surrogate pair, which no "
         "tokenizer takes.",
-        _DROP,
+        "Chat messages hold role and content; rename what is called otherwise (ShareGPT: from and value). Or drop the "
+        "rows: findings.clean(rows).",
         DIRTY,
     ),
     RowCheck(
@@ -362,6 +369,16 @@ ROW_CHECKS = (
         "{rows}: an answer holds nothing but bos and eos tokens.",
         _DROP,
         UNK,
+    ),
+    RowCheck(
+        "two_bos",
+        _two_bos,
+        "{rows}: two bos tokens at the start. One is written in the text, as a chat template does, and the tokenizer "
+        "adds another.",
+        "Take the written one out, or give chat messages instead of rendered text; the rows can be trained on.",
+        UNK,
+        drop=False,
+        confidence="likely",
     ),
     RowCheck(
         "id_outside_vocabulary",
@@ -573,14 +590,24 @@ _DIVISORS = {
 }
 
 
-def _zero_divisors(setup: Setup) -> list[str]:
+def _loss_types(setup: Setup) -> list[str]:
     kinds = getattr(setup.args, "loss_type", None) or []
+    return [kinds] if isinstance(kinds, str) else kinds
+
+
+def _zero_divisors(setup: Setup) -> list[str]:
     seen = []
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
+    for kind in _loss_types(setup):
         name, zero = _DIVISORS.get(kind, ("", 0.0))
         if getattr(setup.args, name, None) == zero:
             seen.append(f"{kind} with {name} = {zero:g}")
     return seen
+
+
+def _learns_nothing(setup: Setup) -> list[str]:
+    """Settings by which the gradient, or the step, is exactly 0. Other trainers' beta weighs a term beside the loss."""
+    by_beta = setup.preference and not {"sft", "ipo", "sppo_hard"} & {*_loss_types(setup)}
+    return [f"{n} = 0" for n in ("learning_rate", *["beta"] * by_beta) if _setting(setup, n, 1.0) == 0]
 
 
 def _fp16_trained(setup: Setup) -> list[str]:
@@ -822,6 +849,13 @@ SETUP_CHECKS = (
         "The loss divides by 0: {named}.",
         "Choose another value, or another loss_type.",
         STD,
+    ),
+    SetupCheck(
+        "learns_nothing",
+        _learns_nothing,
+        "Nothing will be learned: {named}. The loss stays where it starts, finite and useless.",
+        "Give a value above 0: beta is 0.1 in most papers, the learning rate near 1e-6 for full tuning.",
+        DIRTY,
     ),
     SetupCheck(
         "adam_eps_is_zero",

@@ -164,6 +164,11 @@ class Setup:
         return self._configures("RewardConfig")
 
     @cached_property
+    def preference(self) -> bool:
+        """TRL's DPO and KTO: beta multiplies all that the loss depends on."""
+        return self._configures("DPOConfig") or self._configures("KTOConfig")
+
+    @cached_property
     def kto(self) -> bool:
         """Labels say which answers are desirable."""
         meant = self._configures("KTOConfig") if self.trl else "completion" in self.answers
