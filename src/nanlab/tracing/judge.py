@@ -84,7 +84,7 @@ def sink_state(tracer: Tracer) -> None:
         if is_float(value) and key_of(value) in tracer.taint:
             tracer.sink(name, value, role)
     for name, buffer in tracer.names.buffers.values() if tracer.taint else ():
-        events = tracer.guilty(buffer, "nan") if is_float(buffer) and bad(buffer) == "nan" else ()
+        events = tracer.guilty(buffer) if is_float(buffer) and bad(buffer) == "nan" else ()
         if any(e.root().name != tracer.names.find(buffer)[0] for e in events):
             tracer.sink(f"buffer {name}", buffer, "state")
 

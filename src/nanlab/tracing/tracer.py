@@ -130,8 +130,8 @@ class Tracer(TorchDispatchMode):
             largest, spoilt = self.ranges()
             self.growth.append((self.n, largest))
             for t in came_in + spoilt:
-                if key_of(t) not in self.taint and (kind := bad(t)):
-                    self.arrived(t, kind)
+                if key_of(t) not in self.taint and bad(t):
+                    self.arrived(t)
             self.look_at_settings(optimizer)
         return tuple(map(self.closure, args)), {k: self.closure(v) for k, v in (kwargs or {}).items()}
 
@@ -188,7 +188,7 @@ class Tracer(TorchDispatchMode):
     def sink_loss(self, name: str, loss: Tensor) -> None:
         """Alone, what reaches a loss is not meant."""
         self.sink(name, loss)
-        reached = [e.root() for e in self.guilty(loss, kind)] if (kind := bad(loss)) else []
+        reached = [e.root() for e in self.guilty(loss)]
         if all(root.deliberate for root in reached):
             for root in reached:
                 root.deliberate = False
@@ -231,7 +231,7 @@ class Tracer(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except Exception:
-            self.refused = merge(self.guilty(t, kind) for t in args if is_float(t) and (kind := bad(t)))
+            self.refused = merge(map(self.guilty, args))
             raise
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
@@ -264,16 +264,14 @@ class Tracer(TorchDispatchMode):
             again = () if name.endswith("_") else [id(a) for a in args]
             before, given = dict.fromkeys(map(id, written), GONE), [t for t in written if id(t) in again]
         for t in given if self.steps[-1] is None else ():  # an optimizer's were looked at when it began
-            before[id(t)] = Was(kind, t.clone(), self.blame(t, kind)) if (kind := bad(t)) else Was("", t)
+            before[id(t)] = Was(kind, t.clone(), self.blame(t)) if (kind := bad(t)) else Was("", t)
         return written, before
 
     def sent(self, func, args: tuple, out: object) -> None:
         """What a collective operation writes is there when every rank has sent; what this one sends may be to blame."""
-        named = [
-            (a.name, t) for a, value in zip(func._schema.arguments, args, strict=False) for t in tree_leaves(value)
-        ]
-        blame = merge(self.guilty(t, kind) for a, t in named if "output" not in a and is_float(t) and (kind := bad(t)))
-        for t in (*(t for a, t in named if "output" in a), *tree_leaves(out)):
+        named = [(a.name, value) for a, value in zip(func._schema.arguments, args, strict=False)]
+        blame = merge(map(self.guilty, tree_leaves([value for name, value in named if "output" not in name])))
+        for t in tree_leaves([out, *(value for name, value in named if "output" in name)]):
             if blame and is_float(t):
                 self.taint.record(t, [(None, blame)])
         self.sends = merge([self.sends, blame])
@@ -291,17 +289,17 @@ class Tracer(TorchDispatchMode):
     def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         self.counts.note(name, args, out, outs)
-        if name == "nansum" and (kind := bad(args[0])):
-            self.dropped[key_of(out)] = self.guilty(args[0], kind)
+        if name == "nansum" and (events := self.guilty(args[0])):
+            self.dropped[key_of(out)] = events
         whole = lambda t: not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
         drawn = any(isinstance(t, Tensor) and whole(t) for t in as_list(out))
         looks = (drawn or name == "_local_scalar_dense") and args and is_float(args[0])
         kind = bad(args[0]) if looks else ""
         if kind and not drawn:
             if all(e.phase == "data" for e in self.reads.get(kind, ())):  # a sentinel may have been read before
-                self.reads[kind] = self.guilty(args[0], kind)
+                self.reads[kind] = self.guilty(args[0])
         elif kind == "nan":
-            self.chosen = self.guilty(args[0], kind)  # argmax, long(), a drawn token
+            self.chosen = self.guilty(args[0])  # argmax, long(), a drawn token
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
         elif name == "_amp_update_scale_":  # by now it is lowered; a fused optimizer is given its gradients scaled
@@ -322,7 +320,7 @@ class Tracer(TorchDispatchMode):
         for i, t, kind in found:
             case = birth.aligned(i, len(outs), out=t)
             was = [(a, *case.before.get(id(x), Was(bad(x), x))) for a, x in case.tensors()]
-            blame = {id(x): parts or self.blame(x, k) for _, k, x, parts in was if k}
+            blame = {id(x): parts or self.blame(x) for _, k, x, parts in was if k}
             case.inputs = [(a, x, "" if a in MASKS and k == "-inf" else k) for a, k, x, _ in was if k is not None]
             parts, born = trace(case, blame)
             self.passed |= {self.names.here().user} if parts and not born and self.counts.forwards() else set()
@@ -379,13 +377,14 @@ class Tracer(TorchDispatchMode):
             # Adafactor has a pair of them.
             birth.eps = [float(e) for g in self.steps[-1].param_groups for e in as_list(g.get("eps")) if e is not None]
 
-    def guilty(self, x: Tensor, kind: str) -> tuple[Event, ...]:
-        return merge(events for _, events in self.blame(x, kind))
+    def guilty(self, value: object) -> tuple[Event, ...]:
+        """The events behind the bad numbers of a tensor; none if it has none, or is no tensor."""
+        return merge(events for _, events in self.blame(value)) if is_float(value) and bad(value) else ()
 
-    def blame(self, x: Tensor, kind: str) -> Parts:
+    def blame(self, x: Tensor) -> Parts:
         """Whose fault are the bad elements of ``x``? Nobody's here, if they came in from outside."""
         if (parts := self.taint.behind(x)) is None:
-            return [(None, self.arrived(x, kind))]
+            return [(None, self.arrived(x))]
         for e in merge(events for _, events in parts) if key_of(x) in self.put else ():
             if e.phase == "data" and not e.deliberate and e.name.startswith((UNNAMED, CONSTANT)):
                 name, cause, whole = self.names.find(x)  # a constant is called by what it was put into
@@ -395,8 +394,9 @@ class Tracer(TorchDispatchMode):
                     vars(e).update(vars(seen), inputs=[f"{name}: {span(whole)}"])
         return parts
 
-    def arrived(self, x: Tensor, kind: str) -> tuple[Event, ...]:
-        variable = getattr(torch._C._current_autograd_node(), "variable", None)
+    def arrived(self, x: Tensor) -> tuple[Event, ...]:
+        """The event of a bad tensor that the step has not made."""
+        kind, variable = bad(x), getattr(torch._C._current_autograd_node(), "variable", None)
         if variable is not None and variable.grad is not None and key_of(variable.grad) == key_of(x):
             self.names.adopt_parameter(name_in_frames(variable)[0], variable)
         (name, cause, whole), known = self.names.find(x), key_of(x) in self.names.tensors
@@ -428,7 +428,7 @@ class Tracer(TorchDispatchMode):
         """Something that ought to be finite: remember whose fault it is, if it is not. ``role``: see ``excused``."""
         events, kind = (), ""
         if is_float(value):
-            events = self.guilty(value, kind) if (kind := bad(value)) else ()
+            events = self.guilty(value)
         elif isinstance(value, Tensor):
             events = self.chosen if value.dtype is not torch.bool else ()
         elif isinstance(value, (float, np.floating, np.ndarray)) and np.asarray(value).dtype.kind == "f":
