@@ -7,11 +7,13 @@ elements carry on the events behind those inputs that made them bad (how that is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from numbers import Real
 
@@ -117,8 +119,8 @@ class Tracer(TorchDispatchMode):
             hook.remove()
         return super().__exit__(*exc)
 
-    def before_step(self, optimizer: Optimizer, args: tuple = (), kwargs: dict | None = None) -> tuple:
-        """A closure is called as what it is, forward and backward."""
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple:
+        """Look at what the optimizer is given. Its arguments, where a closure runs as what it is."""
         with _disable_current_modes():
             self.steps.append(optimizer)
             parameters, came_in = [p for g in optimizer.param_groups for p in g["params"]], []
@@ -133,7 +135,8 @@ class Tracer(TorchDispatchMode):
                 if key_of(t) not in self.taint and bad(t):
                     self.arrived(t)
             self.look_at_settings(optimizer)
-        return tuple(map(self.closure, args)), {k: self.closure(v) for k, v in (kwargs or {}).items()}
+        within = lambda value: self.closure()(value) if inspect.isroutine(value) else value
+        return tuple(map(within, args)), {k: within(v) for k, v in (kwargs or {}).items()}
 
     def look_at_settings(self, optimizer: Optimizer) -> None:
         """A NaN learning rate is no tensor. An inf is a finding only where it does harm: some are inf by design."""
@@ -145,19 +148,14 @@ class Tracer(TorchDispatchMode):
                 event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
                 self.settings.setdefault(kind, event)
 
-    def closure(self, value: object) -> object:
-        if not inspect.isroutine(value):
-            return value
-
-        @functools.wraps(value)
-        def call(*args, **kwargs):
-            self.steps.append(None)
-            try:
-                return value(*args, **kwargs)
-            finally:
-                self.steps.pop()
-
-        return call
+    @contextlib.contextmanager
+    def closure(self) -> Iterator[None]:
+        """Within an optimizer's step: forward and backward."""
+        self.steps.append(None)
+        try:
+            yield
+        finally:
+            self.steps.pop()
 
     def ranges(self) -> tuple[float, list[Tensor]]:
         """Of the parameters that optimizers move: the largest |number| of those that are finite, and the others."""
