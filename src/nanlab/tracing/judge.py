@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import ModuleType
@@ -91,13 +92,11 @@ def sink_state(tracer: Tracer) -> None:
 
 def abandoned(tracer: Tracer, error: BaseException) -> None:
     """The step raised: what its frames held, and what it says, is all there is to judge by."""
-    trace = error.__traceback__
-    while trace is not None:
-        for name, value in list(trace.tb_frame.f_locals.items()) if whose(trace.tb_frame.f_code) == USER else ():
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for name, value in list(frame.f_locals.items()) if whose(frame.f_code) == USER else ():
             tracer.sink(f"variable {name} when the step raised", value, "held")
             for label, part in parts_of(name, value, 1) if not isinstance(value, (Tensor, nn.Module)) else ():
                 tracer.sink(f"variable {label} when the step raised", part, "held")
-        trace = trace.tb_next
     tracer.raised_about_nan = bool(re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE))
     last, chosen = (tracer.last, ()) if tracer.raised_about_nan else ((), tracer.chosen)
     tracer.sinks["held", "the number at which the step raised"] = tracer.refused or last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import traceback
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -109,10 +110,8 @@ def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
 
 def user_variables() -> Iterator[tuple[str, object]]:
     """(name, value) of the variables of the user's frames, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         yield from list(frame.f_locals.items()) if whose(frame.f_code) == USER else ()
-        frame = frame.f_back
 
 
 def name_in_frames(x: Tensor) -> tuple[str, Tensor]:
