@@ -89,14 +89,10 @@ class Birth(SimpleNamespace):
         return value[0] if isinstance(value, (list, tuple)) and value else value
 
     def pointwise(self) -> bool:
-        """Does each element of the output come from one element of every bad input?"""
-        pairs = [
-            (x, *p) for _, x, k in self.inputs if k for p in zip(x.shape[::-1], self.out.shape[::-1], strict=False)
-        ]
-        fits = all(a in (1, b) and x.dim() <= self.out.dim() for x, a, b in pairs)
+        """Does each element of the output come from one element of every input, in the memory that it has?"""
         tensors = [self.out, *(x for _, x, _ in self.inputs)]
         simple = all(t.layout is torch.strided and not t.is_complex() for t in tensors)
-        return torch.Tag.pointwise in getattr(self.func, "tags", ()) and fits and simple
+        return torch.Tag.pointwise in getattr(self.func, "tags", ()) and simple
 
     def divides_by_zero(self) -> bool:
         by = self.get("other", "tensor2", "scalars", "exp_avg_sqs")
