@@ -105,7 +105,7 @@ class Birth(SimpleNamespace):
             if self.matched:
                 zero = zero & self.fresh & (torch.isnan(self.out) if self.kind == "nan" else True)
             return bool(zero.any())
-        return isinstance(value, (int, float)) and value == 0
+        return value == 0
 
     def narrowest(self) -> torch.dtype:
         """Of the output and the optimizer's state, the one that loses a small number first."""
@@ -273,7 +273,7 @@ def _(b: Birth) -> bool:
     nan = b.kind == "nan"
     pole = b.divides_by_zero() or bool(re.search(LOGARITHM, b.op))
     edge = pole or (nan and not b.too_large()) if b.from_finite() else nan and b.saved
-    return b.native and b.phase == "backward" and edge
+    return b.native and edge
 
 
 @row("zero_over_zero", DIVISION + r"|^var|^std|norm", "02_zero_std")
