@@ -66,8 +66,7 @@ def without_kernels() -> Iterator[None]:
 
 def fields_of(value: object) -> object:
     """What an object holds; other values as they are."""
-    opaque = isinstance(value, (Tensor, nn.Module, type, ModuleType)) or callable(value)
-    if opaque:
+    if isinstance(value, (Tensor, ModuleType)) or callable(value):
         return value
     slots = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else value
     return getattr(value, "__dict__", slots)
