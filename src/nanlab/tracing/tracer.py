@@ -168,7 +168,7 @@ class Tracer(TorchDispatchMode):
         """In place of torch.autograd.backward: look at the loss before, at the gradients after."""
         if torch._C._current_graph_task_id() != -1:
             return self.backward(tensors, *args, **kwargs)
-        roots = [t for t in ([tensors] if isinstance(tensors, Tensor) else tensors) if is_float(t)]
+        roots = list(filter(is_float, as_list(tensors)))
         self.went_backward, self.outside = self.n, self.names.here()
         for t in roots:
             self.sink_loss("the loss given to backward()", t)
@@ -403,7 +403,7 @@ class Tracer(TorchDispatchMode):
         number = x.dim() == 0 or (x.numel() == 1 and key_of(x) in self.lifted)
         op, deliberate = name, mask or (number and not known and kind != "nan")
         reducing = torch.distributed.is_initialized() and self.went_backward >= 0 and self.steps[-1] is None
-        if reduced := reducing and not known and name == UNNAMED:
+        if reduced := reducing and name == UNNAMED:
             if self.sends:  # one of the ranks did it; this one had a part in it
                 self.taint.record(x, [(None, self.sends)])
                 return self.sends
@@ -414,7 +414,7 @@ class Tracer(TorchDispatchMode):
             self.sends, event.rows, event.length = (event,), [], 0
         event.deliberate = deliberate
         event.amount += ", inf among them" * (kind == "nan" and bool(plain(whole).isinf().any()))
-        if key_of(x) in self.lifted or (name == UNNAMED and not known):  # made of a bad number that had been read
+        if key_of(x) in self.lifted or name == UNNAMED:  # made of a bad number that had been read
             event.parents = self.reads.get(kind, ())
         self.taint.record(x, [(None, (event,))])
         self.came.add(key_of(x))
