@@ -19,7 +19,7 @@ from nanlab.tracing.values import bad_mask, is_float, plain
 
 MANY = 8  # sources, or sets of them; what is beyond that is not told apart
 # What stands in place of bad numbers: no function is bad at both, and no matrix of the first is singular.
-HARMLESS = (lambda n: torch.rand(n, generator=torch.Generator().manual_seed(0)) / 2 + 0.25, torch.ones)
+STAND_INS = (lambda n: torch.rand(n, generator=torch.Generator().manual_seed(0)) / 2 + 0.25, torch.ones)
 SORTS = ("sort", "topk")  # other numbers would come out in another order
 
 
@@ -86,12 +86,11 @@ def behind(birth: Birth, found: list[Source], out: Tensor) -> list[tuple[Tensor,
         moved = [s.masks[id(x)].gather(-1 if dim is None else dim, order) for s in found]
         return split(torch.stack(moved), out, found)
     if (fresh := bad_with(birth, found, [], out)).any():
-        fresh = bad_with(birth, found, [], fresh, HARMLESS[1])
+        fresh = bad_with(birth, found, [], fresh, STAND_INS[1])
     if fresh.any():  # what only the size of the finite numbers does, and the sources would have done as well, is theirs
         fresh &= bad_with(birth, found, [], fresh, size=1) | ~bad_with(birth, found, found, fresh, size=1)
     left = out & ~fresh
-    alone = lambda: torch.stack([bad_with(birth, found, [s], out) for s in found])
-    enough = alone() if len(found) > 1 else out[None]
+    enough = torch.stack([bad_with(birth, found, [s], out) for s in found]) if len(found) > 1 else out[None]
     if (together := left & ~enough.any(0)).any():  # it takes several: those without which it would not be bad
         needed = ~torch.stack([bad_with(birth, found, [s for s in found if s is not one], out) for one in found])
         enough = torch.where(together, needed | ~needed.any(0), enough)
@@ -112,7 +111,7 @@ def split(bits: Tensor, left: Tensor, found: list[Source]) -> list[tuple[Tensor,
 
 
 def bad_with(
-    birth: Birth, found: list[Source], kept: list[Source], out: Tensor, harmless: Callable = HARMLESS[0], size: int = 0
+    birth: Birth, found: list[Source], kept: list[Source], out: Tensor, stand_in: Callable = STAND_INS[0], size: int = 0
 ) -> Tensor:
     """Which bad elements of the output would be bad as well if of all sources there were only those of ``kept``?
 
@@ -126,7 +125,7 @@ def bad_with(
         drop += [bad_mask(x)] if was and numbers is x else []  # it has become so only now
         numbers = numbers.clone() if was or drop else numbers
         for mask in drop:
-            plain(numbers)[mask] = harmless(int(mask.sum())).to(plain(numbers))
+            plain(numbers)[mask] = stand_in(int(mask.sum())).to(plain(numbers))
         if size and is_float(x):
             top = plain(numbers).masked_fill(bad_mask(numbers), 0).abs().amax() if x.numel() else size
             numbers = numbers * (size / max(size, float(top)))
