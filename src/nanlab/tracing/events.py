@@ -60,7 +60,7 @@ Parts = list[tuple[Tensor | None, tuple[Event, ...]]]  # bad elements of a tenso
 
 def merge(groups: Iterable[Iterable[Event]]) -> tuple[Event, ...]:
     """The events of several groups, each once, the earliest first; of more than eight, deliberate ones go first."""
-    found = sorted({id(e): e for events in groups for e in events}.values(), key=lambda e: (e.deliberate, e.n))
+    found = sorted(dict.fromkeys(e for events in groups for e in events), key=lambda e: (e.deliberate, e.n))
     return tuple(sorted(found[:8], key=lambda e: e.n))
 
 
