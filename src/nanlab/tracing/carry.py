@@ -20,7 +20,6 @@ from nanlab.tracing.values import bad_mask, is_float, plain
 MANY = 8  # sources, or sets of them; what is beyond that is not told apart
 # What stands in place of bad numbers: no function is bad at both, and no matrix of the first is singular.
 STAND_INS = (lambda n: torch.rand(n, generator=torch.Generator().manual_seed(0)) / 2 + 0.25, torch.ones)
-SORTS = ("sort", "topk")  # other numbers would come out in another order
 
 
 class Source(NamedTuple):
@@ -81,7 +80,7 @@ def behind(birth: Birth, found: list[Source], out: Tensor) -> list[tuple[Tensor,
 
     Raises NotImplementedError where the operation cannot be done again.
     """
-    if birth.op in SORTS:
+    if birth.op in ("sort", "topk"):  # other numbers would come out in another order
         (_, x, _), (_, order), dim = birth.inputs[0], birth.returned, birth.get("dim")
         moved = [s.masks[id(x)].gather(-1 if dim is None else dim, order) for s in found]
         return split(torch.stack(moved), out, found)

@@ -43,10 +43,8 @@ LIBRARIES = ("transformers.", "trl.", "nanlab.guard")
 # Their callbacks save, log and show, but for these, which end the run in time or change weights.
 KEPT = ("DefaultFlowCallback", "SyncRefModelCallback", "PEFTAdapterEMACallback")
 SILENT = ("log", "save_model", "_save_checkpoint")
-MEASURES = ("preprocess_logits_for_metrics", "compute_metrics")
 
 IRREGULAR = "Something in it changes from one run to the next: an iterator or a file cannot be wound back."
-ELSEWHERE = "Another rank has found something in its part of this batch: look at its report."
 BETWEEN = "They were made in compute_metrics(), or where the losses of the batches are put together."
 
 PARTS = ("chosen", "rejected", "reference")  # TRL puts them one below the other in one batch
@@ -91,7 +89,7 @@ class Hunt:
         setattr(trainer, METHODS[self.mode], self.step)
         handler.call_event = functools.partial(self.event, handler.call_event)
         trainer.get_eval_dataloader = functools.partial(self.open, trainer.get_eval_dataloader)
-        for name in MEASURES:
+        for name in ("preprocess_logits_for_metrics", "compute_metrics"):
             if (own := getattr(trainer, name, None)) is not None:
                 setattr(trainer, name, functools.partial(self.measure, own))
         self.tracer.names.adopt(trainer.model)
@@ -203,7 +201,7 @@ class Hunt:
         """Add the batch, the rows without any label if the mean was empty, their dataset rows and their text."""
         self.report, report.batch = report, None if self.batch < 0 else self.batch  # None: before the first
         if not (report.found or report.exception):
-            report.explanation = ELSEWHERE
+            report.explanation = "Another rank has found something in its part of this batch: look at its report."
         tokens = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() in (1, 2)}
         if report.cause == "empty_mean" and not report.rows:
             off = [t == unselected for k, t in tokens.items() for end, unselected in UNSELECTED if k.endswith(end)]

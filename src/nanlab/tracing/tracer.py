@@ -44,7 +44,6 @@ HARMLESS = {
     "div": lambda by, wide: abs(by) >= (1e-3 if wide else 1),  # a float32 has room for that
     "add": lambda by, wide: True,
 }
-LOOKED_AT = ("slice_backward", "cat", "clone")  # copies of gradients
 GONE = Was(None, None)
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 
@@ -306,7 +305,8 @@ class Tracer(TorchDispatchMode):
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
         if self.steps[-1] is None:
-            return name in LOOKED_AT and torch._C._current_graph_task_id() != -1
+            # Copies of gradients, which are looked at themselves.
+            return name in ("slice_backward", "cat", "clone") and torch._C._current_graph_task_id() != -1
         rule, by = HARMLESS.get(name.removeprefix("_foreach_").rstrip("_")), args[-1] if args else None
         return bool(rule) and isinstance(by, (int, float)) and rule(by, as_list(args[0])[0].element_size() >= 4)
 

@@ -21,7 +21,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from nanlab.tracing.values import has_memory, plain
 
 ATOMS = {int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size}
-ROWS = (np.ndarray, list, Tensor)  # in a data set: left alone
 DATA = re.compile("dataset|data_source")
 ALIVE = (type, GenericAlias, ModuleType, np.memmap, _BaseDataLoaderIter)
 FOREIGN = {*sys.stdlib_module_names, "datasets", "pandas", "pyarrow", "ray", "tokenizers", "tqdm", "vllm", "wandb"}
@@ -57,7 +56,7 @@ def freeze(roots: Iterable[Any], leave: tuple[type, ...] = ()) -> Callable[[], N
     ``leave``: kinds that are not looked into; of a tensor's, only the numbers.
     """
     seen, undo, data = {}, [], []
-    for todo, left in ((list(roots), leave), (data, (*leave, *ROWS))):
+    for todo, left in ((list(roots), leave), (data, (*leave, np.ndarray, list, Tensor))):  # the rows of a data set
         while todo:
             value = todo.pop()
             if type(value) in ATOMS or id(value) in seen or (isinstance(value, left) and not isinstance(value, Tensor)):
