@@ -314,8 +314,8 @@ class Guard:
         modules = list(model.named_modules())
         self._buffers = Snapshot(lambda: buffer_slots(modules))
         # Some buffers hold −inf on purpose (attention masks): only those that start finite are checked.
-        named = {name: owner[key] for name, (owner, key) in self._buffers.slots().items()}
-        self._finite_buffers = [name for name, buffer in named.items() if buffer is None or _is_finite(buffer)]
+        held = self._buffers.held().items()
+        self._finite_buffers = [name for name, buffer in held if buffer is None or _is_finite(buffer)]
         self._open = self._unchecked = False
         if self.policy == "rollback":
             device = None if self.keep_on == "device" else "cpu"
@@ -425,8 +425,8 @@ class Guard:
         return table
 
     def _checked_buffers(self) -> list[tuple[str, Tensor]]:
-        named = {name: owner[key] for name, (owner, key) in self._buffers.slots().items()}
-        return [(name, named[name]) for name in self._finite_buffers if named.get(name) is not None]
+        held = self._buffers.held()
+        return [(name, held[name]) for name in self._finite_buffers if held.get(name) is not None]
 
     def _gradients_now(self) -> list[tuple[Tensor, int]]:
         """Each gradient with the number of times it was written to: equal as long as nothing has changed them."""

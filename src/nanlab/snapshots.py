@@ -87,9 +87,13 @@ class Snapshot:
         """
         self._copy({name: t for name, t in self._live().items() if self.marks.get(name) != _mark(t) and usable(t)})
 
+    def held(self) -> dict[str, Any]:
+        """What is in the slots now."""
+        return {name: owner[key] for name, (owner, key) in self.slots().items()}
+
     def _live(self) -> dict[str, Tensor]:
         """The tensors in the slots; what is none is copied at once."""
-        live = {name: owner[key] for name, (owner, key) in self.slots().items()}
+        live = self.held()
         tensors = {name: plain(value) for name, value in live.items() if torch.is_tensor(value)}
         self.others = {name: copy.deepcopy(value) for name, value in live.items() if name not in tensors}
         return tensors
