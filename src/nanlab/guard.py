@@ -539,9 +539,8 @@ class Guard:
         set_rng_state(self._rng, self.device)
         self._open = False
         if self._scaling():  # forget that these gradients were unscaled; the scale stays
-            self.scaler.scale(
-                torch.zeros((), device=self.device)
-            )  # it is made when a loss is scaled for the first time
+            # The first loss that is scaled makes the scale.
+            self.scaler.scale(torch.zeros((), device=self.device))
             self.scaler.update(self.scaler.get_scale())
 
     def _end(self, event: Event) -> None:

@@ -712,9 +712,8 @@ def _uninitialised(setup: Setup) -> list[str]:
             continue
         sample = tensor.reshape(-1)[:: max(1, tensor.numel() // 65536)]
         sample = sample.float() if sample.element_size() == 1 else sample  # float8 cannot be compared
-        tiny = (
-            0 if tensor.dtype == torch.float16 else torch.finfo(torch.float32).tiny
-        )  # fp16 weights are often subnormal
+        # Weights in float16 are often subnormal.
+        tiny = 0 if tensor.dtype == torch.float16 else torch.finfo(torch.float32).tiny
         subnormal = ((sample != 0) & (sample.abs() < tiny)).float().mean().item()
         if max(map(abs, bounds)) > 1e4 or subnormal > 0.01:
             seen.append(name)
