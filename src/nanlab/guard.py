@@ -592,8 +592,7 @@ class Guard:
         """
         if self.policy == "off":
             return True
-        if model is not None and model is not self._watched:
-            raise InputError("allow_step: this is not the model that is watched; call watch() on the model you train")
+        self._check_model("allow_step", model)
         if self._unchecked:
             raise InputError(
                 "allow_step: policy='rollback' and check_state=True need guard.after_step() after each optimizer.step()"
@@ -624,9 +623,12 @@ class Guard:
         """
         if self.policy == "off":
             return True
-        if model is not None and model is not self._watched:
-            raise InputError("after_step: this is not the model that is watched; call watch() on the model you train")
+        self._check_model("after_step", model)
         return self._kept()
+
+    def _check_model(self, call: str, model: nn.Module | None) -> None:
+        if model is not None and model is not self._watched:
+            raise InputError(f"{call}: this is not the model that is watched; call watch() on the model you train")
 
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if not module.training or not torch.is_grad_enabled() or self._in_closure:
