@@ -41,7 +41,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 
 from nanlab import post_mortem
-from nanlab.errors import InputError
+from nanlab.errors import InputError, refuse
 from nanlab.findings import amount
 from nanlab.post_mortem import call_again, forward_backward, named_tensors, replay, trainer_loss
 from nanlab.snapshots import (
@@ -979,8 +979,7 @@ def watch(
         ),
         f"the folder {folder} cannot be written to; name one that can": folder is not None and not _can_hold(folder),
     }
-    if message := next((message for message, is_so in wrong.items() if is_so), None):
-        raise InputError(f"watch: {message}")
+    refuse("watch", wrong)
     if folder is None:
         folder = Path(trainer_or_model.args.output_dir) / "guard" if a_trainer else Path("guard")
     guard = Guard(policy, locate, max_consecutive, check_state, keep_on, folder)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nanlab.errors import InputError
+from nanlab.errors import refuse
 from nanlab.tracing.judge import run
 from nanlab.tracing.names import with_entries
 from nanlab.tracing.replay import METHODS, is_trainer, locate_in_trainer
@@ -86,8 +86,7 @@ def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | N
         f"step is the generator {name}; {give}": inspect.isgeneratorfunction(step),
         f"step wants arguments: {name}; {give}": callable(step) and wants_arguments(step),
     }
-    if message := next((text for text, so in wrong.items() if so), ""):
-        raise InputError(f"locate(): {message}")
+    refuse("locate()", wrong)
 
 
 def wants_arguments(step: Callable) -> bool:
