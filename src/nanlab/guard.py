@@ -901,6 +901,18 @@ def _can_hold(folder: Any) -> bool:
     return nearest.is_dir() and os.access(nearest, os.W_OK)
 
 
+def _check_settings(policy: Any, max_consecutive: Any, keep_on: Any, folder: Any) -> None:
+    wrong = {
+        f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}": policy not in POLICIES,
+        f"keep_on {keep_on!r} is unknown; choose 'cpu' or 'device'": keep_on not in ("cpu", "device"),
+        f"max_consecutive is {max_consecutive!r}; give 1 or more": (
+            not isinstance(max_consecutive, Real) or not max_consecutive >= 1
+        ),
+        f"the folder {folder} cannot be written to; name one that can": folder is not None and not _can_hold(folder),
+    }
+    refuse("watch", wrong)
+
+
 def watch(
     trainer_or_model: Any,
     policy: str = "skip",
@@ -955,6 +967,7 @@ def watch(
     written to, for a model without trainable parameters, with lazy ones, or watched already, for an optimizer that does
     not hold all that is trained, and for DeepSpeed, which steps inside backward.
     """
+    _check_settings(policy, max_consecutive, keep_on, folder)
     a_trainer = not isinstance(trainer_or_model, type) and all(
         hasattr(trainer_or_model, name) for name in ("training_step", "compute_loss", "add_callback")
     )
@@ -962,11 +975,6 @@ def watch(
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else () if optimizer is None else (optimizer,)
     strange = next((o for o in optimizers if not hasattr(o, "param_groups")), None)
     wrong = {
-        f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}": policy not in POLICIES,
-        f"keep_on {keep_on!r} is unknown; choose 'cpu' or 'device'": keep_on not in ("cpu", "device"),
-        f"max_consecutive is {max_consecutive!r}; give 1 or more": (
-            not isinstance(max_consecutive, Real) or not max_consecutive >= 1
-        ),
         f"{_kind(trainer_or_model)} is neither a Trainer nor a torch.nn.Module": not a_trainer and not a_module,
         "a Trainer brings its own optimizer and scaler; leave out optimizer= and scaler=": (
             a_trainer and not (optimizer is None and scaler is None)
@@ -977,7 +985,6 @@ def watch(
         f"scaler is a {_kind(scaler)}; give the GradScaler of your loop": (
             scaler is not None and not hasattr(scaler, "is_enabled")
         ),
-        f"the folder {folder} cannot be written to; name one that can": folder is not None and not _can_hold(folder),
     }
     refuse("watch", wrong)
     if folder is None:
