@@ -352,7 +352,7 @@ ROW_CHECKS = (
         "identical_pair",
         _identical_pair,
         "{rows}: chosen and rejected are the same, or the same after truncation. The preference has no gradient.",
-        "Drop them: rows = findings.clean(rows).",
+        _DROP,
         DIRTY,
     ),
     RowCheck(
@@ -666,11 +666,16 @@ def _wide_family(setup: Setup) -> list[str]:
 
 
 def _tensors(setup: Setup, buffers: bool = False) -> Iterator[tuple[str, Any]]:
-    """Named floating-point parameters (or buffers) that hold data."""
+    """Named floating-point parameters (or buffers), also those on the meta device."""
     if setup.model is None:
         return
     named = setup.model.named_buffers() if buffers else setup.model.named_parameters()
     yield from ((name, t.detach()) for name, t in named if t.is_floating_point() and t.numel())
+
+
+def _filled(setup: Setup, buffers: bool = False) -> Iterator[tuple[str, Any]]:
+    """Those of them that hold data."""
+    yield from ((name, tensor) for name, tensor in _tensors(setup, buffers) if not tensor.is_meta)
 
 
 def _range(tensor) -> tuple[float, float]:
@@ -684,16 +689,13 @@ def _on_meta(setup: Setup) -> list[str]:
 
 
 def _bad_weights(setup: Setup) -> list[str]:
-    named = ((name, tensor) for name, tensor in _tensors(setup) if not tensor.is_meta)
-    return [name for name, tensor in named if not all(map(math.isfinite, _range(tensor)))]
+    return [name for name, tensor in _filled(setup) if not all(map(math.isfinite, _range(tensor)))]
 
 
 def _bad_buffers(setup: Setup) -> list[str]:
     """NaN or +inf; a −inf is how attention masks are written. Known buffers also have a range."""
     seen = []
-    for name, tensor in _tensors(setup, buffers=True):
-        if tensor.is_meta:
-            continue
+    for name, tensor in _filled(setup, buffers=True):
         low, high = _range(tensor)
         variance = name.endswith("running_var") and low < 0
         frequency = "inv_freq" in name and (low < 0 or high > 1 or high == 0)
@@ -707,8 +709,8 @@ def _uninitialised(setup: Setup) -> list[str]:
     import torch
 
     seen = []
-    for name, tensor in _tensors(setup):
-        if tensor.is_meta or not all(map(math.isfinite, bounds := _range(tensor))):
+    for name, tensor in _filled(setup):
+        if not all(map(math.isfinite, bounds := _range(tensor))):
             continue
         sample = tensor.reshape(-1)[:: max(1, tensor.numel() // 65536)]
         sample = sample.float() if sample.element_size() == 1 else sample  # float8 cannot be compared
