@@ -18,7 +18,7 @@ import numpy as np
 
 from nanlab.errors import InputError
 from nanlab.findings import Finding, Findings, amount
-from nanlab.rows import IGNORED, NUMBERS, Batch, Rows, Setup, Tokens, as_list, length_limit
+from nanlab.rows import IGNORED, NUMBERS, Batch, Rows, Setup, Tokens, as_list, as_python, length_limit
 
 
 def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, args=None) -> Preflight:
@@ -218,13 +218,13 @@ def _bad_label(batch: Batch) -> np.ndarray:
     """Of KTO: neither true nor false, as 1 and 0 are too; 2 and NaN count as true and are hardly meant so."""
     if not batch.setup.kto:
         return batch.none()
-    labels = (label.tolist() if hasattr(label, "tolist") else label for label in batch.columns["label"])
+    labels = map(as_python, batch.columns["label"])
     return np.array([not isinstance(label, Real) or label not in (0, 1) for label in labels])
 
 
 def _number(value) -> float:
     """A reward as a float; NaN for whatever is none. A list (one reward a token) is NaN if any entry is."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # a tensor, an array or a number of numpy
+    value = as_python(value)
     if isinstance(value, list | tuple):
         return sum(map(_number, value)) if value else math.nan
     try:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from numbers import Integral, Number
 from typing import Any, NamedTuple
 
@@ -359,7 +360,7 @@ def _is_torn(text: str) -> bool:
 
 
 def _ids_fault(value, kind: type = Integral) -> str:
-    value = value.tolist() if hasattr(value, "tolist") else value
+    value = as_python(value)
     right = isinstance(value, list | tuple) and all(issubclass(one, kind) for one in {*map(type, value)})
     return "" if right else "not ids"
 
@@ -526,9 +527,7 @@ def _lengths(ids: list[list[int]]) -> np.ndarray:
 def _shared(prompt: list[int], whole: list[int]) -> int:
     if whole[: len(prompt)] == prompt:  # nearly always; compared in C
         return len(prompt)
-    return next(
-        (at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole))
-    )
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))])
 
 
 def _from_labels(batch: Batch, rows: list[int]) -> Tokens:
@@ -545,7 +544,12 @@ def _from_labels(batch: Batch, rows: list[int]) -> Tokens:
     return Tokens(ids, bounds[:, 0], bounds[:, 0], bounds[:, 1], _lengths(counted))
 
 
+def as_python(value):
+    """What a tensor, an array or a number of NumPy holds, in Python's own types; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def as_list(value) -> list:
     """Ids or labels of a row: a list, a tensor or an array; nothing for None."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+    value = as_python(value)
     return list(value) if isinstance(value, list | tuple) else []
