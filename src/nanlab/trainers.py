@@ -288,6 +288,11 @@ class _OneLoss:
         return {"loss": loss, **means, "excluded_rows": excluded}
 
 
+def _log_probs(model, inputs: dict[str, Tensor]) -> Tensor:
+    """Of the completion tokens of a batch, which may hold other columns besides."""
+    return completion_log_probs(model, inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
+
+
 def _preference_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, RowSum]:
     """Reward metrics under TRL's names. (NaN > 0 is False, an accuracy of 0; but such a row is left out.)"""
     margins = chosen - rejected
@@ -476,7 +481,7 @@ class TPOTrainer(_OneLoss, _DropsEmptyRows, tpo.TPOTrainer):
 
     def row_terms(self, model, inputs):
         args, tokens = self.args, self._tokens(inputs)
-        log_probs = completion_log_probs(model, **inputs).chunk(len(tokens))
+        log_probs = _log_probs(model, inputs).chunk(len(tokens))
         by_length = args.loss_type == "tpo-l"
         chosen, rejected = (
             x.sum(1) / n if by_length else x.sum(1) for x, n in zip(log_probs[:2], tokens, strict=False)
@@ -529,9 +534,7 @@ class DPOTrainer(_OneLoss, _DropsEmptyRows, trl.DPOTrainer):
 
     def row_terms(self, model, inputs):
         beta = self.args.beta
-        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
-        log_probs = completion_log_probs(model, **batch)
-        chosen, rejected = log_probs.sum(1).chunk(2)
+        chosen, rejected = _log_probs(model, inputs).sum(1).chunk(2)
         ref_chosen, ref_rejected = self._reference(inputs)
         loss = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, self.args.label_smoothing)
         terms = {"preference_loss": _per_row(loss)}
@@ -551,9 +554,8 @@ class DPOTrainer(_OneLoss, _DropsEmptyRows, trl.DPOTrainer):
         own = self.model if self.ref_model is None else self.ref_model  # `or` asks a compiled model for its length
         model, inputs = (own, *args)[-2:]  # older TRL passes the inputs alone
         adapters = _reference_adapter(self.accelerator.unwrap_model(model)) if self.ref_model is None else nullcontext()
-        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
         with torch.no_grad(), adapters, self.accelerator.autocast():
-            return completion_log_probs(model, **batch).sum(1).chunk(2)
+            return _log_probs(model, inputs).sum(1).chunk(2)
 
 
 def _dpo_objective(args: DPOConfig) -> dict[str, float]:
@@ -633,8 +635,7 @@ class TokenTPOTrainer(_OneLoss, transformers.Trainer):
         return {"policy_loss": inputs["completion_mask"][:, 1:].sum(1)}
 
     def row_terms(self, model, inputs):
-        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
-        log_probs = completion_log_probs(model, **batch)
+        log_probs = _log_probs(model, inputs)
         mask = inputs["completion_mask"][:, 1:]
         loss = token_policy_loss(log_probs, inputs["advantages"], mask)
         advantages = _per_row(inputs["advantages"])
