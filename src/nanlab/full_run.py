@@ -365,7 +365,7 @@ def _check_writable(folder: Path) -> None:
 
 def _check_space(folder: Path, model) -> None:
     """The start and, while the oldest is not yet deleted, three checkpoints of weights and two moments each."""
-    need, free = 10 * sum(p.numel() * p.element_size() for p in model.parameters()), shutil.disk_usage(folder).free
+    need, free = 10 * sum(p.nbytes for p in model.parameters()), shutil.disk_usage(folder).free
     if free < need:
         raise InputError(
             f"output {folder}: needs {need / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; choose another --output"
