@@ -14,7 +14,6 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from numbers import Real
 
 import numpy as np
@@ -409,10 +408,9 @@ class Tracer(TorchDispatchMode):
                 return self.sends
             op, phase, cause, name, said = "all_reduce", "backward", "unknown", "", UNSEEN
         event = self.event(op, phase, name=name, cause=cause, kind=kind.strip("-"), explanation=said)
-        event = replace(event.about(whole, bad_mask(whole)), phase=phase, inputs=[f"{event.op}: {span(whole)}"])
+        event = event.about(whole, bad_mask(whole), inputs=[f"{event.op}: {span(whole)}"], deliberate=deliberate)
         if reduced:
             self.sends, event.rows, event.length = (event,), [], 0
-        event.deliberate = deliberate
         event.amount += ", inf among them" * (kind == "nan" and bool(plain(whole).isinf().any()))
         if key_of(x) in self.lifted or name == UNNAMED:  # made of a bad number that had been read
             event.parents = self.reads.get(kind, ())
