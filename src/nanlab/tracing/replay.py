@@ -211,11 +211,9 @@ class Hunt:
         index = next((i for i, batch in reversed(self.fetched) if alike(batch, inputs)), [])
         size = len(index) or max(map(len, tokens.values()), default=0)
         blocks = len(PARTS) if any(c.__module__.startswith("trl.") for c in type(self.trainer).__mro__) else 1
-        if report.length in [size * n for n in range(1, blocks + 1)] and (
-            report.phase == "forward"
-            or report.cause == "gradient_at_edge"
-            or report.op.startswith(("batch ", UNNAMED, CONSTANT))
-        ):
+        fits = report.length in [size * n for n in range(1, blocks + 1)]
+        came_in = report.op.startswith(("batch ", UNNAMED, CONSTANT))
+        if fits and (came_in or report.phase == "forward" or report.cause == "gradient_at_edge"):
             report.examples = list(dict.fromkeys(index[row % size] for row in report.rows)) if index else []
             for row in report.rows[:4] if hasattr(getattr(self.trainer, "processing_class", None), "decode") else ():
                 part = PARTS[row // size] if report.length > size else ""
