@@ -75,11 +75,9 @@ def fields_of(value: object) -> object:
 def sink_state(tracer: Tracer) -> None:
     """Parameters, gradients, optimizer state; buffers only if this step made them NaN."""
     states = [(p, k, v) for o in tracer.optimizers for p, state in o.state.items() for k, v in state.items()]
-    held = [
-        *((f"gradient of {name}", p.grad, "") for name, p in tracer.names.parameters.values()),
-        *((f"parameter {name}", p, "parameter") for name, p in tracer.names.parameters.values()),
-        *((f"optimizer state {k} of {tracer.names.of(p)}", v, "state") for p, k, v in states),
-    ]
+    held = [(f"gradient of {name}", p.grad, "") for name, p in tracer.names.parameters.values()]
+    held += [(f"parameter {name}", p, "parameter") for name, p in tracer.names.parameters.values()]
+    held += [(f"optimizer state {k} of {tracer.names.of(p)}", v, "state") for p, k, v in states]
     for name, value, role in held:  # what no operation has met does not matter in this step
         if is_float(value) and key_of(value) in tracer.taint:
             tracer.sink(name, value, role)
