@@ -30,10 +30,7 @@ DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|add
 MODULO = r"remainder|fmod"  # by 0, of any number
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
 POLES = "acos|asin|atanh|acosh|sqrt|erfinv|log|lgamma|digamma|polygamma|special_|.*det|.*solve|linalg_inv"
-LOGARITHM = (
-    r"^(_foreach_)?(log|log2|log10|log1p|logit|xlogy|_log_softmax|log_sigmoid_forward)_?$"
-    r"|ctc_loss|special_xlog1py|slogdet"
-)
+LOGARITHM = r"^(_foreach_)?(log(2|10|1p|it|_sigmoid_forward)?|xlogy|_log_softmax)_?$|ctc_loss|special_xlog1py|slogdet"
 
 
 # -- one operation whose output went bad -----------------------------------------------------------------------------
