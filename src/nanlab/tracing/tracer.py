@@ -356,7 +356,7 @@ class Tracer(TorchDispatchMode):
         lost = [e for e in self.dropped.get(key_of(x), ()) if e.root().phase != "data"] if is_float(x) else []
         event.parents = merge([lost] if event.cause == "empty_mean" else [parents, read])
         # The logarithm of 0 and 1 is a mask that will be added.
-        selects = event.cause == "log_of_zero" and self.counts.whole(birth.get("self")) and is_mask(birth.out)
+        selects = event.cause == "log_of_zero" and self.counts.whole(x) and is_mask(birth.out)
         passed_on = birth.op == "_log_softmax" and bool(parents) and all(p.deliberate for p in parents)
         meant = (literal and not moved) or passed_on or (selects and not birth.fresh.all())
         event.deliberate = birth.kind != "nan" and bool(meant)
