@@ -150,10 +150,9 @@ class Hunt:
             return seen
 
         report, seen = run(self.tracer, traced)
-        births = (report, *report.others) if self.mode == "eval" and report.found else ()
-        single = lambda b: b.story[0].startswith(CONSTANT) or (b.phase == "data" and not b.length)
-        meant = births and all(map(single, births))  # NaN written among the outputs
-        if self.agreed(bool(report.exception) or (report.found and not (meant and not troubled(result[0])))):
+        single = lambda b: b.found and (b.story[0].startswith(CONSTANT) or (b.phase == "data" and not b.length))
+        meant = self.mode == "eval" and all(map(single, (report, *report.others)))  # NaN written among the outputs
+        if self.agreed(bool(report.exception) or (report.found and (not meant or troubled(result[0])))):
             undo()  # for the batch's sake
             self.stop(report, given)
         self.tracer.sinks = {}
