@@ -261,8 +261,8 @@ class _OneLoss:
             logs.update({name: mean for name, mean in self._means("train").items() if name != "loss"})
         super().log(logs, *args, **kwargs)
 
-    def _mean(self, term: RowSum, count: Tensor | None = None) -> Tensor:
-        """Σ sums / count; by default Σ weights of the batch, in training of all ranks (which average gradients).
+    def _mean(self, term: RowSum, count: Tensor | None) -> Tensor:
+        """Σ sums / count; for None Σ weights of the batch, in training of all ranks (which average gradients).
 
         Without any weight there is no mean: the value is NaN, the gradient 0.
         """
