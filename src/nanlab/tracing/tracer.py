@@ -7,13 +7,12 @@ elements carry on the events behind those inputs that made them bad (how that is
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from numbers import Real
 
 import numpy as np
@@ -133,8 +132,8 @@ class Tracer(TorchDispatchMode):
                 if key_of(t) not in self.taint and bad(t):
                     self.arrived(t)
             self.look_at_settings(optimizer)
-        within = lambda value: self.closure()(value) if inspect.isroutine(value) else value
-        return tuple(map(within, args)), {k: within(v) for k, v in (kwargs or {}).items()}
+        within = lambda value: functools.partial(self.closure, value) if inspect.isroutine(value) else value
+        return tuple(map(within, args)), {k: within(v) for k, v in kwargs.items()}
 
     def look_at_settings(self, optimizer: Optimizer) -> None:
         """A NaN learning rate is no tensor. An inf is a finding only where it does harm: some are inf by design."""
@@ -146,12 +145,11 @@ class Tracer(TorchDispatchMode):
                 event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
                 self.settings.setdefault(kind, event)
 
-    @contextlib.contextmanager
-    def closure(self) -> Iterator[None]:
+    def closure(self, call: Callable, *args, **kwargs) -> object:
         """Within an optimizer's step: forward and backward."""
         self.steps.append(None)
         try:
-            yield
+            return call(*args, **kwargs)
         finally:
             self.steps.pop()
 
