@@ -1547,3 +1547,212 @@ def test_rows_of_a_weight_are_not_those_of_the_batch():
     report = locate(lambda: (torch.ones(3, 4) @ w).sum().backward())
     assert report.cause == "bad_state"
     assert "row 1 of the tensor (from 0, of 4)" in str(report)
+
+
+# -- steps that stop, skip or look at a number ------------------------------------------------------------------------
+def says_finite(loss):
+    assert torch.isfinite(loss)
+
+
+def compares(loss):
+    assert loss.item() == loss.item()
+
+
+def leaves(loss):
+    if not math.isfinite(loss.item()):
+        sys.exit(1)
+
+
+def diverges(loss):
+    if torch.isnan(loss).any() or loss > 1e4:
+        raise RuntimeError("diverged")
+
+
+def differs(loss):
+    if loss != loss:
+        raise StopIteration
+
+
+@pytest.mark.parametrize("guard", [says_finite, compares, leaves, diverges, differs])
+def test_a_loop_that_stops_at_a_nan_need_not_say_so(guard):
+    """facebookresearch/detr's engine.py and everything forked from it leave with sys.exit(1)."""
+    net, x = nn.Linear(3, 1), torch.randn(4, 3)
+    x[2, 1] = NAN
+
+    def step():
+        loss = net(x).pow(2).mean()
+        guard(loss)
+        loss.backward()
+
+    report = locate(step)
+    assert (report.cause, report.op, report.rows) == ("bad_input", "x", [2]), str(report)
+    assert report.exception is not None
+    x[2, 1] = 0.0
+    assert healthy(locate(step))
+
+
+@pytest.mark.parametrize("look", [lambda loss: bool(torch.isnan(loss)), lambda loss: loss.item() != loss.item()])
+def test_a_loss_that_is_skipped_is_told_of_where_nothing_is_found(look):
+    net, rewards = nn.Linear(3, 1), torch.ones(4)
+
+    def step():
+        loss = (net(torch.ones(4, 3)).squeeze(1) * (rewards - rewards.mean()) / rewards.std()).mean()  # skipped
+        if look(loss):
+            return
+        loss.backward()
+
+    report = locate(step)
+    assert not report.found
+    assert "No non-finite number reached" in report.explanation
+    assert f"zero_over_zero: nan in forward, div, at {line('skipped')}" in report.explanation
+    rewards[0] = 2.0
+    assert locate(step).explanation == ""
+
+
+def test_a_mask_that_is_looked_at_is_not_told_of():
+    scores = torch.randn(2, 3).masked_fill(torch.eye(2, 3) > 0, -INF)
+
+    def step():
+        if (scores == -INF).any() and torch.isinf(scores).sum().item() > 0:
+            return scores.softmax(-1).sum()
+
+    report = locate(step)
+    assert not report.found
+    assert report.explanation == ""
+
+
+def test_an_operation_that_refuses_nan_says_whose_it_is_and_no_bystander():
+    given = torch.tensor([[0.5, 0.2, -INF, -INF]])
+
+    def step():
+        rest = torch.clamp(given.softmax(-1) - given.softmax(-1), min=0)
+        return torch.multinomial(rest / rest.sum(), 1)  # refused
+
+    report = locate(step)
+    assert verdict(report) == ("zero_over_zero", "forward", line("refused")), str(report)
+    assert report.others == []
+
+
+# -- derivatives of derivatives, and updates by hand ------------------------------------------------------------------
+class Root(nn.Module):
+    def forward(self, x):
+        return x.abs() ** 1.5  # twice derived
+
+
+def test_a_fault_in_the_second_derivative_has_the_line_of_the_function():
+    """pytorch/pytorch#2534; a penalty on the gradient, as in WGAN-GP, R1 and MAML."""
+    net = nn.Sequential(nn.Linear(3, 4), Root(), nn.Linear(4, 1))
+    net[0].weight.data[1], net[0].bias.data[1] = 0, 0
+
+    def step():
+        x = torch.randn(2, 3, requires_grad=True)
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        slope.pow(2).sum().backward()
+
+    report = locate(step)
+    assert verdict(report) == ("gradient_at_edge", "backward", line("twice derived")), str(report)
+    assert report.module == "1"
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_an_update_by_hand_is_one_however_the_gradient_was_had(how):
+    w = nn.Parameter(torch.ones(2))
+
+    def step():
+        loss = (w * 0).sum()
+        g = torch.autograd.grad(loss, w)[0] if how == "grad" else (loss.backward(), w.grad)[1]
+        with torch.no_grad():
+            w.sub_(0.1 * g / g.norm())  # by hand
+
+    assert verdict(locate(step)) == ("zero_over_zero", "optimizer", line("by hand"))
+
+
+# -- causes and names -------------------------------------------------------------------------------------------------
+def test_a_power_in_place_that_overflows_divides_nothing():
+    x = torch.tensor([300.0, 1.0], dtype=torch.float16)
+
+    def step():
+        error = x - 1
+        error **= 2  # square
+        return error.float().mean()
+
+    assert verdict(locate(step)) == ("overflow", "forward", line("square"))
+    w = nn.Parameter(torch.randn(4, 4, dtype=torch.float16))
+    adafactor = torch.optim.Adafactor([w], lr=1e-3)
+
+    def update():
+        (w * 1e4).float().sum().backward()
+        adafactor.step()
+
+    assert verdict(locate(update))[:2] == ("overflow", "optimizer")
+
+    def divides():
+        return torch.zeros(2).pow_(-2.0).mean()  # one over
+
+    assert verdict(locate(divides)) == ("division_by_zero", "forward", line("one over"))
+
+
+def test_soft_labels_of_nothing_are_an_empty_mean():
+    """OpenRLHF/OpenRLHF#509: torch itself writes the NaN."""
+    logits, soft = nn.Parameter(torch.randn(6, 3)), torch.rand(6, 3).softmax(-1)
+    chosen = torch.zeros(6, dtype=torch.bool)
+
+    def step():
+        F.cross_entropy(logits[chosen], soft[chosen]).backward()  # soft labels
+
+    report = locate(step)
+    assert verdict(report) == ("empty_mean", "forward", line("soft labels")), str(report)
+    chosen[0] = True
+    assert healthy(locate(step))
+
+
+class Momentum(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            m = self.state[p].setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            p -= 0.1 * m / (1 - 0.9 ** self.state[p].get("step", 0))  # bias correction
+
+
+def test_a_divisor_that_is_a_python_number_has_not_underflowed():
+    w = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = Momentum([w])
+
+    def step():
+        (w * 3).float().sum().backward()
+        optimizer.step()
+
+    assert verdict(locate(step)) == ("division_by_zero", "optimizer", line("bias correction"))
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+
+    def forward(self, x):
+        return self.block(x).log()
+
+
+def test_a_model_that_only_an_inner_function_knows_is_not_called_self():
+    policy, batch = Policy(), torch.randn(2, 3)
+
+    def inner():
+        loss = policy(batch).sum()
+        loss.backward()
+        return loss
+
+    report = locate(lambda: inner())
+    assert (report.module, report.cause) == ("policy", "log_of_zero"), str(report)
+
+
+def test_a_constant_in_the_code_is_told_as_one():
+    def step():
+        return torch.randn(3).masked_fill(torch.tensor([True, False, False]), NAN).sum()
+
+    report = locate(step)
+    assert report.cause == "bad_input"
+    assert "That line writes it" in report.explanation

@@ -91,9 +91,14 @@ class Birth(SimpleNamespace):
         simple = all(t.layout is torch.strided and not t.is_complex() for t in tensors)
         return torch.Tag.pointwise in getattr(self.func, "tags", ()) and simple
 
-    def divides_by_zero(self) -> bool:
+    def divisor(self) -> object:
         by = self.get("other", "tensor2", "scalars", "exp_avg_sqs")
-        return bool(re.search(DIVISION, self.op)) and self.zero(self.get("self") if by is None else by)
+        return self.get("self") if by is None else by
+
+    def divides_by_zero(self) -> bool:
+        power = self.get("exponent")  # only a negative one divides
+        divides = power is None or bool((torch.as_tensor(power) < 0).any())
+        return bool(re.search(DIVISION, self.op)) and divides and self.zero(self.divisor())
 
     def zero(self, value: object) -> bool:
         """Is ``value`` 0 where the output went bad (anywhere, if places do not correspond)?"""
@@ -221,7 +226,7 @@ def _(b: Birth) -> bool:
     """
     # Without an eps it is the range that counts: bfloat16 reaches as far down as float32.
     lost = any(b.held(e) == 0 for e in b.eps or [torch.finfo(torch.float32).tiny])
-    return b.phase == "optimizer" and lost and b.divides_by_zero()
+    return b.phase == "optimizer" and lost and isinstance(b.divisor(), Tensor) and b.divides_by_zero()
 
 
 @row("masked_row", SOFTMAX, "05_unk_pad")
@@ -238,7 +243,7 @@ def _(b: Birth) -> bool:
     return isinstance(x, Tensor) and x.numel() > 0 and bool(x.isneginf().all(-1 if dim is None else dim).any())
 
 
-@row("empty_mean", r"mean|median|quantile|loss|cross_entropy|segment_reduce|var|std|^div", "03_empty_batch")
+@row("empty_mean", r"mean|median|quantile|loss|cross_entropy|segment_reduce|var|std|^div|^fill_$", "03_empty_batch")
 def _(b: Birth) -> bool:
     """A mean over nothing: no element was selected, so the sum 0 is divided by the count 0.
 
@@ -250,6 +255,8 @@ def _(b: Birth) -> bool:
     if "nll_loss" in b.op:
         weight, seen = b.get("weight"), target[target != b.get("ignore_index")]
         return seen.numel() == 0 or (b.from_finite() and weight is not None and not weight[seen].any())
+    if b.op == "fill_":  # torch does so in a cross entropy with soft labels
+        return b.literal() == "nan" and b.counts.made(b.out) == "sum"
     if b.op == "segment_reduce":
         return bool((b.get("lengths") == 0).any())
     if b.op.rstrip("_") != "div":

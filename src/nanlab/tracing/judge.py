@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nanlab.tracing.causes import CAUSES, CONSTANT
-from nanlab.tracing.events import Event
+from nanlab.tracing.events import Event, merge
 from nanlab.tracing.names import parts_of
-from nanlab.tracing.report import Report
+from nanlab.tracing.report import NOTHING, Report
 from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.values import bad, is_float, key_of
 from nanlab.tracing.where import USER, line_of, whose
@@ -27,6 +27,7 @@ from nanlab.tracing.where import USER, line_of, whose
 SUMS = ("mean", "sum")  # a −inf that is one of these is no mask
 # On a GPU TRL launches kernels (Triton) that are no operations of torch: it shall take what it has for other devices.
 KERNELS = (("trl.kernels.chunked_logprob", "_TRITON_AVAILABLE"), ("trl.trainer.utils", "is_triton_available"))
+LOOKED_AT = "But the code looked at such a number, which it may have left out:"
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 
 
@@ -90,7 +91,8 @@ def sink_state(tracer: Tracer) -> None:
 def abandoned(tracer: Tracer, error: BaseException) -> None:
     """The step raised: what its frames held, and what it says, is all there is to judge by."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        for name, value in list(frame.f_locals.items()) if whose(frame.f_code) == USER else ():
+        seen = whose(frame.f_code) == USER and not tracer.refused
+        for name, value in list(frame.f_locals.items()) if seen else ():
             tracer.sink(f"variable {name} when the step raised", value, "held")
             for label, part in parts_of(name, value, 1) if not isinstance(value, (Tensor, nn.Module)) else ():
                 tracer.sink(f"variable {label} when the step raised", part, "held")
@@ -98,6 +100,13 @@ def abandoned(tracer: Tracer, error: BaseException) -> None:
     last, chosen = (tracer.last, ()) if tracer.raised_about_nan else ((), tracer.chosen)
     tracer.sinks["held", "the number at which the step raised"] = tracer.refused or last
     tracer.sinks["", "the whole number by which the step raised"] = chosen
+    tracer.sinks["", "a number that was looked at before the step raised"] = looked_at(tracer)
+
+
+def looked_at(tracer: Tracer) -> list[Event]:
+    """What is behind the bad numbers that Python has read, or asked whether they are; not those that are meant."""
+    meant = lambda root: root.deliberate or root.name.startswith(CONSTANT)
+    return [e for e in merge([tracer.answer, *tracer.reads.values()]) if not meant(e.root())]
 
 
 def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
@@ -118,6 +127,8 @@ def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
         births.setdefault(birth, []).extend(name for name, e in reached if e.root() is root)
     reports = [about(root, names, [e for _, e in reached if e.root() is root]) for root, names in births.items()]
     report = reports[0] if reports else Report()
+    if not reports and (read := looked_at(tracer)):
+        report.explanation = f"{NOTHING} {LOOKED_AT} {about(read[0].root(), [], read[:1]).headline}."
     report.others, report.exception = reports[1:], exception
     if reports and tracer.growth:
         growth = [*tracer.growth, (tracer.n, tracer.ranges()[0])]

@@ -16,7 +16,8 @@ NOTHING = "No non-finite number reached the result, the gradients, the parameter
 
 @dataclass(eq=False, repr=False)
 class Report:
-    """The first non-finite number that reached something that matters, or ``found = False``.
+    """The first non-finite number that reached something that matters, or ``found = False``; then ``explanation`` tells
+    of one that the code looked at and left out.
 
     ``cause``: one of the closed list ``nanlab.tracing.causes.CAUSES``. ``kind``: "nan" or "inf", as it was born.
     ``phase``: "data", "state", "forward", "backward" or "optimizer". ``op``: the operation, or the name of the tensor

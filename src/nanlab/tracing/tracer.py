@@ -77,14 +77,16 @@ def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
 class Tracer(TorchDispatchMode):
     """Watch everything inside ``with Tracer() as t``; then ``t.sink(name, tensor)`` for each that should be finite.
 
-    ``n``: operations so far. ``went_backward``: at the last backward pass, −1 if there was none. ``forward``: autograd
-    sequence number → (place, operation). ``outside``: the place that called backward(). ``sinks``: (role, name) → the
-    events behind what should be finite and is not. ``passed``: where forward has handed bad numbers on.
+    ``n``: operations so far. ``went_backward``: at the last call of backward(), −1 if there was none; ``engine``: at
+    the last operation of any backward pass. ``forward``: autograd sequence number → (place, operation). ``outside``:
+    the place that called backward(). ``sinks``: (role, name) → the events behind what should be finite and is not.
+    ``passed``: where forward has handed bad numbers on.
     Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
     ``lifted``, that are made of Python numbers; ``dropped``, a sum → the events of what nansum has left out.
-    Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``chosen``, the
-    last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``, kind → the last
-    output, ``last``, of any kind; ``sends``, what this rank has given to others, or another rank to this one.
+    Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``answer``, the
+    last yes or no that a bad number gave (``tests``: storages of such); ``chosen``, the last whole number made of NaN;
+    ``refused``, the arguments of an operation that raised; ``latest``, kind → the last output, ``last``, of any kind;
+    ``sends``, what this rank has given to others, or another rank to this one.
     Optimizers: ``steps``, whose step is running, None for a closure; ``optimizers``, that have stepped; ``settings``,
     kind → the event of such a learning rate; ``growth``: (n, largest |parameter|) before each step; ``graded``: ids of
     the leaf tensors that have a gradient of this step.
@@ -97,9 +99,10 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         forwards = lambda: self.steps[-1] is None and torch._C._current_graph_task_id() == -1
         self.names, self.counts, self.taint = Names(), Counts(forwards), Taint()
-        self.n, self.went_backward, self.forward, self.outside, self.sinks = 0, -1, {}, Place(), {}
+        self.n, self.went_backward, self.engine, self.forward, self.outside, self.sinks = 0, -1, -1, {}, Place(), {}
         self.put, self.came, self.lifted, self.passed, self.dropped = set(), set(), set(), set(), {}
-        self.reads, self.latest, self.last, self.chosen, self.refused, self.sends = {}, {}, (), (), (), ()
+        self.reads, self.tests, self.latest = {}, {}, {}
+        self.last, self.chosen, self.answer, self.refused, self.sends = (), (), (), (), ()
         self.steps, self.optimizers, self.settings, self.growth, self.graded = [None], {}, {}, [], set()
         self.scaler_skips, self.raised_about_nan, self.call = False, False, ""
 
@@ -200,8 +203,7 @@ class Tracer(TorchDispatchMode):
             note = "recomputed for checkpointing" if here.recomputed and here.engine else ""
         elif (node := torch._C._current_autograd_node()) is not None:
             # A native node is tied to the forward line that made it; Python code in a backward has a line of its own.
-            number, variable = node._sequence_nr(), getattr(node, "variable", None)
-            made, of = next((self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (place, ""))
+            variable, (made, of) = getattr(node, "variable", None), self.made(node, place)
             if variable is not None:  # AccumulateGrad: a parameter, but no forward line
                 of, made = self.names.of(variable), place._replace(modules=())
                 owner = of.rpartition(".")[0]
@@ -211,6 +213,11 @@ class Tracer(TorchDispatchMode):
         module = next((self.names.modules[m] or type(m).__name__ for m in place.modules), owner)
         spot = {"op": op, "phase": phase or "backward", "module": module, "source": source, "library": library}
         return Event(n=self.n, note=note, call=self.call, **{**spot, "code": (said, inside), **more})
+
+    def made(self, node: object, place: Place) -> tuple[Place, str]:
+        """(line, operation) of the forward pass to which a node of the backward pass belongs, if it is known."""
+        number = node._sequence_nr()
+        return next((self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (place, ""))
 
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -229,7 +236,11 @@ class Tracer(TorchDispatchMode):
             raise
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
-            self.forward[number] = (self.names.here(), name)
+            here, node = self.names.here(), torch._C._current_autograd_node()
+            native = here.engine and not any(here[:2]) and node is not None  # a backward pass that is itself derived
+            self.forward[number] = (self.made(node, here.within(self.outside))[0] if native else here, name)
+        if torch._C._current_graph_task_id() != -1:
+            self.engine = self.n
         if name == "lift_fresh":
             self.lifted |= {key_of(t) for t in args if is_float(t)}
         if COLLECTIVE(name):
@@ -298,6 +309,11 @@ class Tracer(TorchDispatchMode):
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
         elif name == "_amp_update_scale_":  # by now it is lowered; a fused optimizer is given its gradients scaled
             self.scaler_skips |= bool(args[2]) and float(args[0]) >= 1
+        answers = [key_of(t) for t in as_list(out) if isinstance(t, Tensor) and t.dtype is torch.bool]
+        if self.taint and (answers or isinstance(out, bool)):
+            behind = merge(self.tests.get(key_of(t)) or self.guilty(t) for t in args if isinstance(t, Tensor))
+            self.tests |= dict.fromkeys(answers, behind)
+            self.answer = behind if behind and not answers else self.answer
 
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
@@ -329,7 +345,8 @@ class Tracer(TorchDispatchMode):
             self.taint.record(t, parts)
             behind = merge(events for _, events in parts) if moved else ()
             for e in (*behind, *(b.root() for b in behind)):
-                if e.n > self.went_backward >= 0 and not e.module and e.phase == "forward":  # in an update by hand
+                updates = e.n > max(self.engine, self.went_backward) >= 0  # by hand
+                if updates and not e.module and e.phase == "forward":
                     e.phase, e.rows, e.length = "optimizer", [], 0
             self.last = self.latest[kind] = merge(e for _, e in parts)
             copied = case.before.get(id(t)) is GONE or birth.op in COPIES or any(e.name for e in events.values())
@@ -343,12 +360,14 @@ class Tracer(TorchDispatchMode):
         (event.cause, event.explanation), event.kind = diagnose(birth), birth.kind.strip("-")
         number = birth.literal()
         read = self.reads.get(number, ())
-        literal = number.strip("-") == event.kind and not read  # written in the code: a mask, a sentinel, a poison
+        # Written in the code: a mask, a sentinel, a poison; or the answer of torch itself where there is nothing.
+        literal = number.strip("-") == event.kind and not read and event.cause != "empty_mean"
         if literal and self.steps[-1] is not None and event.kind in self.settings:
             return self.settings[event.kind]
         if literal and (event.phase == "forward" or (event.cause == "unknown" and (moved or birth.native))):
             what = "a number given to" if moved else CONSTANT
             event.cause, event.phase, event.name = "bad_input", "data", f"{what} {event.op}"
+            event.explanation = "That line writes it: ask what it stands for, a missing value or a mask."
         # All of it may have been dropped since it was bad.
         x = birth.get("self")
         lost = [e for e in self.dropped.get(key_of(x), ()) if e.root().phase != "data"] if is_float(x) else []
