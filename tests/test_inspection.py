@@ -971,3 +971,8 @@ def test_real_rows_have_only_identical_pairs():
     findings = look(rows, max_length=2048)
     assert findings.codes == ["identical_pair"]
     assert list(findings[0].rows) == same
+
+
+def test_a_group_may_be_a_tensor():
+    rows = [{**row, "group": torch.tensor(row["group"]), "reward": torch.tensor(row["reward"])} for row in SCORED]
+    assert look(rows).codes == look(SCORED).codes == []

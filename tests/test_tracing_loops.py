@@ -1,5 +1,6 @@
 """Steps as people write them: transforms, inference, numbers that leave through Python, closures, counts, names."""
 
+import functools
 import math
 import subprocess
 import sys
@@ -1756,3 +1757,37 @@ def test_a_constant_in_the_code_is_told_as_one():
     report = locate(step)
     assert report.cause == "bad_input"
     assert "That line writes it" in report.explanation
+
+
+def test_a_step_may_be_a_function_with_its_arguments():
+    policy = nn.Linear(3, 3)
+
+    def train(model, x, scale=1.0):
+        (model(x) * scale).log().sum().backward()  # arguments
+
+    report = locate(functools.partial(train, policy, torch.ones(2, 3), scale=-1e9))
+    assert verdict(report) == ("log_of_zero", "forward", line("arguments"))
+    bad = torch.full((2, 3), NAN)
+    assert locate(functools.partial(train, policy, x=bad)).op == "x"
+
+
+def test_a_sum_that_backward_or_python_divides_by_a_counter_of_0_is_an_empty_mean():
+    w = leaf(1.0, 2.0)
+
+    def step():
+        return (w[:0] * 2).sum() / 0.0  # counter
+
+    assert verdict(locate(step)) == ("empty_mean", "forward", line("counter"))
+
+
+def test_a_nan_in_float8_is_seen():
+    x = torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn)
+
+    def step():
+        return x.float().sum()
+
+    assert locate(step).cause == "bad_input"
+
+
+def test_a_complex_number_beyond_float32_is_finite():
+    assert healthy(locate(lambda: (torch.full((2,), 1e200, dtype=torch.complex128) * 2).abs().max()))

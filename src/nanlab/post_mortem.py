@@ -105,7 +105,8 @@ def named_tensors(batches: Iterable[Mapping]) -> dict[str, Tensor]:
             flat.update(argument if isinstance(argument, Mapping) else {f"argument_{j}": argument})
         suffix = f"_{i}" if len(batches) > 1 else ""
         named.update({f"{key}{suffix}": value for key, value in flat.items() if torch.is_tensor(value)})
-    return {key: value for key, value in named.items() if key not in ("step", "model", "optimizer", "mode")}
+    taken = ("step", "model", "optimizer", "mode", "max_batches")  # arguments of locate() itself
+    return {key: value for key, value in named.items() if key not in taken}
 
 
 def trainer_loss(trainer: Any, inputs: dict, **kwargs) -> Tensor:

@@ -69,12 +69,7 @@ class Rows:
                 yield start, {name: columns[own] for name, own in self._columns.items()}
             else:
                 rows = [self._dataset[row] for row in range(start, stop)]
-                yield start, {name: [_plain(row.get(own)) for row in rows] for name, own in self._columns.items()}
-
-
-def _plain(value):
-    """An array as the list that a `Dataset` makes of it."""
-    return value.tolist() if isinstance(value, np.ndarray) else value
+                yield start, {name: [as_python(row.get(own)) for row in rows] for name, own in self._columns.items()}
 
 
 def _check_kind(dataset) -> None:

@@ -27,7 +27,7 @@ from nanlab.tracing.causes import CONSTANT, COPIES, MASKS, Birth, Was, diagnose
 from nanlab.tracing.counts import Counts
 from nanlab.tracing.events import Event, Parts, Taint, merge
 from nanlab.tracing.names import UNNAMED, Names, name_in_frames
-from nanlab.tracing.values import as_list, bad, bad_mask, is_composed, is_float, is_mask, key_of, plain, span
+from nanlab.tracing.values import as_list, bad, bad_mask, is_composed, is_float, is_mask, key_of, plain, span, wide
 from nanlab.tracing.where import Place, line_of, walk
 
 UNSEEN_OR_SHARED = ("empty", "resize_", "set_", "new_empty", "_unsafe_view")
@@ -159,7 +159,7 @@ class Tracer(TorchDispatchMode):
     def ranges(self) -> tuple[float, list[Tensor]]:
         """Of the parameters that optimizers move: the largest |number| of those that are finite, and the others."""
         moved = (p for o in self.optimizers for g in o.param_groups for p in g["params"] if plain(p).numel())
-        tops = [(max(-low.item(), high.item()), p) for p in moved for low, high in [torch.aminmax(plain(p))]]
+        tops = [(max(-low.item(), high.item()), p) for p in moved for low, high in [torch.aminmax(wide(p))]]
         finite = [top for top, _ in tops if math.isfinite(top)]
         return max(finite, default=math.nan), [p for top, p in tops if not math.isfinite(top)]
 
@@ -428,7 +428,7 @@ class Tracer(TorchDispatchMode):
         event = event.about(whole, bad_mask(whole), inputs=[f"{event.op}: {span(whole)}"], deliberate=deliberate)
         if reduced:
             self.sends, event.rows, event.length = (event,), [], 0
-        event.amount += ", inf among them" * (kind == "nan" and bool(plain(whole).isinf().any()))
+        event.amount += ", inf among them" * (kind == "nan" and bool(wide(whole).isinf().any()))
         if key_of(x) in self.lifted or name == UNNAMED:  # made of a bad number that had been read
             event.parents = self.reads.get(kind, ())
         self.taint.record(x, [(None, (event,))])

@@ -49,6 +49,11 @@ def plain(t: Tensor) -> Tensor:
     return torch.view_as_real(t.conj() if t.is_conj() else t) if t.is_complex() else t
 
 
+def wide(t: Tensor) -> Tensor:
+    """The same in a dtype that every operation knows: few know float8."""
+    return plain(t).float() if t.element_size() == 1 else plain(t)
+
+
 def key_of(t: Tensor) -> StorageWeakRef:
     return StorageWeakRef((local(t) if t.layout is torch.strided else plain(t)).untyped_storage())
 
@@ -56,7 +61,7 @@ def key_of(t: Tensor) -> StorageWeakRef:
 def bad(t: Tensor) -> str:
     """'' | 'inf' | '-inf' | 'nan': the worst value in ``t``. One sum if healthy; as that may overflow, look twice if
     not."""
-    t = plain(t).float() if t.layout is not torch.strided or t.is_complex() or t.element_size() == 1 else local(t)
+    t = wide(t) if t.layout is not torch.strided or t.is_complex() or t.element_size() == 1 else local(t)
     if t.numel() == 0 or math.isfinite(t.sum().item()):
         return ""
     low, high = (v.item() for v in torch.aminmax(t))
@@ -64,7 +69,7 @@ def bad(t: Tensor) -> str:
 
 
 def bad_mask(t: Tensor) -> Tensor:
-    return plain(t) * 0 != 0  # half the time of isfinite()
+    return wide(t) * 0 != 0  # half the time of isfinite()
 
 
 def is_mask(t: Tensor) -> bool:
@@ -74,8 +79,8 @@ def is_mask(t: Tensor) -> bool:
 
 def span(t: Tensor) -> str:
     """Shape, dtype, range of the finite values, and how many are zero, inf or NaN."""
-    t = plain(t)
-    text, good = f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}", t[torch.isfinite(t)]
+    text, t = f"{tuple(plain(t).shape)} {str(plain(t).dtype).removeprefix('torch.')}", wide(t)
+    good = t[torch.isfinite(t)]
     if good.numel():
         text += " in [{:.3g}, {:.3g}]".format(*(v.item() for v in torch.aminmax(good)))
     counts = {"zero": (t == 0).sum(), "inf": torch.isinf(t).sum(), "nan": torch.isnan(t).sum()}
