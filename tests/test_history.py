@@ -107,11 +107,14 @@ class Poisoned(Trainer):
         return loss * NAN if self.state.global_step == 5 else loss
 
 
-def lm_run(folder, kind=Trainer, masked=False, **changes):
+def lm_run(folder, kind=Trainer, masked=False, evaluate=False, **changes):
     rows = torch.randint(1, 257, (32, 8), generator=torch.Generator().manual_seed(0)).tolist()
     data = [{"input_ids": row, "labels": [-100] * 8 if masked else row, "attention_mask": [1] * 8} for row in rows]
     args = TrainingArguments(**options(folder, **changes))
-    return history(kind(make_model(), args, train_dataset=Dataset.from_list(data)))
+    rows = Dataset.from_list(data)
+    return history(
+        kind(make_model(), args, train_dataset=rows, eval_dataset=rows.select(range(4)) if evaluate else None)
+    )
 
 
 # What was run → the codes that an honest reader would expect, and the step of the first of them.
@@ -245,7 +248,7 @@ PLANTED = {
     ),
     "sudden_divergence": (train([*falling(20), NAN], [*steady(20), NAN]), 21, {"nan_loss"}),
     "repeated_loss": (train([*falling(9), *[1.23456789] * 4, 1.1], steady(14)), 10, set()),
-    "no_progress": (evals(1.5, 1.4, 1.25, 1.25, 1.25, eval_runtime=3.0), 30, set()),
+    "no_progress": (evals(1.5, 1.4, 1.2512345, 1.2512345, 1.2512345, eval_runtime=3.0), 30, set()),
     "bad_learning_rate": (train(falling(4), steady(4), [1e-5, 1e-5, NAN, NAN]), 3, set()),
     "nan_eval_loss": (train(falling(12), steady(12)) + evals(1.5, NAN), 20, set()),
     "eval_of_dead_model": (
@@ -472,7 +475,7 @@ def test_every_evaluation_set_is_read(timed):
     ((code, steps, message),) = read(*sets(a=[1.5, 0.0], b=[1.5, 1.4]))
     assert (code, steps) == ("zero_eval_loss", [20])
     assert message.startswith("eval_a_loss is exactly 0.0")
-    ((code, steps, _),) = read(*sets(a=[1.5, 1.4, 1.3], b=[1.25] * 3))
+    ((code, steps, _),) = read(*sets(a=[1.5, 1.4, 1.3], b=[1.2512345] * 3))
     assert (code, steps) == ("no_progress", [10, 20, 30])
     bad = [{**entry, "eval_b_entropy": NAN} for entry in sets(b=[1.5])]
     ((code, _, message),) = read(*sets(a=[1.5]), *bad)
@@ -993,3 +996,90 @@ def test_other_programs_have_other_names(names, row, tmp_path):
 def test_what_powershell_writes_is_read(tmp_path):
     (tmp_path / "log.jsonl").write_bytes('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": NaN}\n'.encode("utf-16"))
     assert where(tmp_path / "log.jsonl") == {"nan_loss": 2, "sudden_divergence": 2}
+
+
+def console(*pieces):
+    """What is printed for each loss: a dict, and a bar if there is one."""
+    entry = "{{'loss': {}, 'grad_norm': {}, 'learning_rate': 1e-05, 'epoch': {}}}\n"
+    return "".join(piece if isinstance(piece, str) else entry.format(*piece) for piece in pieces)
+
+
+BAR = " {0}%|###  | {0}/60 [00:01<00:02, 9.9it/s]\n".format
+DEAD = [(1.5, 1.0, 0.1), (1.4, 1.1, 0.2), (1.3, 0.9, 0.3), (0.0, "nan", 0.4), (0.0, "nan", 0.5), (0.0, "nan", 0.6)]
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "first"),
+    [
+        (console(*itertools.chain(*((entry, BAR(10 * n)) for n, entry in enumerate(DEAD, 1)))), "step", 40),
+        # A file is buffered, and the bars are not: they come first.
+        (console(*map(BAR, range(10, 70, 10)), *DEAD), "entry", 4),
+        (console(*DEAD, BAR(60)), "entry", 4),
+        (console(*itertools.chain(*((entry, BAR(8)) for entry in DEAD))), "entry", 4),  # somebody else's
+        (console('{"step": 5, "seed": 1}\n', "{'use_loss': True, 'max_steps': 60}\n", *DEAD), "entry", 4),
+        (console(*DEAD).replace("'loss'", "\x1b[32m'loss'\x1b[0m"), "entry", 4),
+        (console(*DEAD).replace("\n", "\r\n"), "entry", 4),
+    ],
+)
+def test_a_bar_gives_a_step_only_where_it_stands_right_after_its_entry(text, unit, first, tmp_path):
+    (tmp_path / "train.log").write_text(text)
+    seen = autopsy(tmp_path / "train.log")
+    assert (seen.unit, seen.codes[0], seen[0].rows[0]) == (unit, "filter_footprint", first)
+    assert len(seen.log.entries) == 6
+
+
+def test_two_trainings_of_different_length_keep_their_steps(tmp_path):
+    first = itertools.chain(*((entry, BAR(10 * n)) for n, entry in enumerate(DEAD[:3], 1)))
+    second = itertools.chain(*((entry, BAR(20 * n).replace("/60", "/120")) for n, entry in enumerate(DEAD[:3], 1)))
+    (tmp_path / "train.log").write_text(console(*first, *second))
+    assert [e["step"] for e in autopsy(tmp_path / "train.log").log.entries] == [10, 20, 30, 20, 40, 60]
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize("form", ["records", "csv", "csv with an index", "csv with NaN", "json"])
+def test_a_table_of_a_real_run_says_what_its_log_says(form, poisoned, tmp_path):
+    import pandas
+
+    more = {"include_num_input_tokens_seen": "all", "eval_strategy": "steps", "eval_steps": 4, "logging_steps": 2}
+    kind = Poisoned if poisoned else Trainer
+    logged = lm_run(tmp_path, kind, evaluate=True, max_steps=12, logging_nan_inf_filter=False, **more)
+    frame, file = pandas.DataFrame(logged), tmp_path / "log.csv"
+    write = {
+        "records": lambda: frame.to_dict("records"),
+        "csv": lambda: frame.to_csv(file, index=False),
+        "csv with an index": lambda: frame.to_csv(file),
+        "csv with NaN": lambda: frame.to_csv(file, index=False, na_rep="NaN"),
+        "json": lambda: file.with_suffix(".json").write_text(frame.to_json(orient="records")),
+    }
+    written = write[form]()
+    source = written if form == "records" else file.with_suffix(".json") if form == "json" else file
+    assert where(source) == where(logged)
+    assert bool(where(logged)) == poisoned
+
+
+def test_numbers_rounded_for_the_console_are_alike_by_themselves():
+    assert autopsy(evals(1.5, 1.4, 1.251, 1.251, 1.251, eval_runtime=3.0)).codes == []
+    assert autopsy(train([0.05, 0.04, 0.01234, 0.01234, 0.01234, 0.01], steady(6))).codes == []
+
+
+def test_a_gradient_norm_of_null_is_the_nan_of_a_strict_writer():
+    log = train(falling(10), [*steady(8), None, None], [1e-5] * 10)
+    assert where(log) == {"gradient_not_finite": 9, "sudden_divergence": 9}
+
+
+def test_a_loss_that_is_saturated_was_measured():
+    assert autopsy(evals(0.0, **{"eval_rewards/accuracies": 1.0, "eval_rewards/margins": 900.0})).codes == []
+    learned = {"logps/chosen": [-9.0] * 3}  # KTO logs no accuracies
+    assert autopsy(train([0.0] * 3, [0.0] * 3, **learned)).codes == []
+    assert autopsy(train([0.0] * 3, [0.0] * 3, **{"logps/chosen": [0.0] * 3})).codes == ["no_gradient"]
+
+
+def test_noise_around_zero_repeats_where_rewards_are_the_goal():
+    assert autopsy(train([-4.967053e-09] * 9, steady(9), reward=[0.5] * 9)).codes == []
+    assert "zeros_for_nan" not in autopsy(train([0.02, -0.01, 0.0, 0.03, 0.0, 0.0])).codes
+
+
+def test_a_table_of_lightning_has_a_loss_for_each_step(tmp_path):
+    rows = [f"{n},,{loss}," for n, loss in enumerate([*falling(9), NAN])]
+    (tmp_path / "metrics.csv").write_text("\n".join(["step,train_loss_epoch,train_loss_step,val_loss", *rows]))
+    assert where(tmp_path / "metrics.csv") == {"nan_loss": 9, "sudden_divergence": 9}

@@ -174,10 +174,12 @@ def _repeated_loss(log: Log) -> Seen | None:
 
     Beside a gradient of exactly 0 they do not. DPO may start at log 2, not end there.
     """
+    if log.rewards:  # the loss of equal rewards is noise around 0, and may be the same noise
+        return None
     steps, loss = log.train_array("loss")
     norm = np.array([part.get("grad_norm", math.nan) for part in log.train if "loss" in part])
     same = np.concatenate([[False], loss[1:] == loss[:-1]]) & (loss != 0) & np.isfinite(loss)
-    exact = (loss != np.round(np.nan_to_num(loss), 4)) & (np.frexp(loss)[0] * 2**11 % 1 != 0) | (norm == 0)
+    exact = np.array([*map(_exact, loss)], bool) & (np.frexp(loss)[0] * 2**11 % 1 != 0) | (norm == 0)
     starting = np.abs(loss - math.log(2)) < 1e-5
     runs = [run for run in _runs(same & exact) if len(run) >= 2 and not starting[run[0]]]
     runs += [run for run in _runs(same & starting) if len(run) >= 9 and run.stop == len(loss)]
@@ -240,7 +242,7 @@ def _dead_evaluation(log: Log) -> Seen | None:
 
 def _zero_evaluation(log: Log) -> Seen | None:
     """Where the loss of a policy gradient is 0, the rewards of each group were alike."""
-    zero = [part for part in log.evals if part.get("eval_loss") == 0]
+    zero = [part for part in log.evals if part.get("eval_loss") == 0 and not accurate(part)]
     return None if log.rewards else _evaluated(zero, "likely")
 
 
@@ -271,11 +273,17 @@ def _no_progress(log: Log) -> Seen | None:
     for evals in log.by_set().values():
         metrics = [eval_metrics(part) for part in evals]
         whole = [bool(m.get("eval_loss")) and all(map(math.isfinite, m.values())) for m in metrics]
+        whole = [so and any(map(_exact, m.values())) for so, m in zip(whole, metrics, strict=True)]
         same = [False] + [whole[at] and metrics[at] == metrics[at - 1] for at in range(1, len(metrics))]
         run = max(_runs(np.array(same)), key=len, default=range(0))
         steps = [part["step"] for part in evals[max(0, run.start - 1) : run.stop]]
         longest = max(longest, steps, key=len)
     return Seen(longest, "likely") if len(longest) >= 3 else None
+
+
+def _exact(number: float) -> bool:
+    """Not rounded to four digits, as transformers prints numbers, or to four decimals."""
+    return number not in (float(f"{number:.4g}"), round(number, 4) if math.isfinite(number) else number)
 
 
 def _where(steps: np.ndarray, mask: np.ndarray, confidence: str = "certain") -> Seen | None:
@@ -501,8 +509,8 @@ CHECKS = (
     Check(
         "no_gradient",
         _no_gradient,
-        "{detail} exactly 0 from {at} on ({entries}): no token carried loss. TRL's own losses are 0.0 then; "
-        "where the loss was NaN, the filter wrote 0.0.",
+        "{detail} exactly 0 from {at} on ({entries}): no token carried loss, or none is left. TRL's own losses are "
+        "0.0 then; where the loss was NaN, the filter wrote 0.0.",
         "Run nanlab.preflight(dataset, tokenizer, max_length=…): look for truncated_away and no_label.",
         EMPTY,
     ),

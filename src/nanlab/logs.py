@@ -94,10 +94,13 @@ class Log:
                 break
             tail.append(part)
         norms = {part.get("grad_norm") for part in tail}
-        before = self.train[: len(self.train) - len(tail)]
-        jumped = bool(before) and abs(before[-1].get("loss", 0.0)) > _NEAR_ZERO
-        odd = len(norms) == 1 and (jumped if norms == {None} else not norms & {0.0} and math.isfinite(*norms))
-        return {part.place for part in tail} if len(tail) > 1 and odd and not self.rewards else set()
+        if len(tail) < 2 or len(norms) > 1 or self.rewards:
+            return set()
+        before, norm = self.train[: len(self.train) - len(tail)], norms.pop()
+        usual = min((part.get("loss", math.inf) for part in before), default=0.0) > 0  # other losses pass through 0
+        jumped = usual and before[-1].get("loss", 0.0) > _NEAR_ZERO
+        odd = jumped if norm is None else norm != 0 and math.isfinite(norm) and (jumped or not before)
+        return {part.place for part in tail} if odd else set()
 
     def sign_of_life(self, part: Part) -> float:
         """The gradient norm of a training step, without one its loss; NaN where that was NaN."""
@@ -141,15 +144,16 @@ _NAMES = {
     "gradient_norm": "grad_norm",
     "training_loss": "loss",  # the Trainer's table in a notebook
     "validation_loss": "eval_loss",
-    "val_loss": "eval_loss",  # Lightning
+    "train_loss_step": "loss",  # Lightning
+    "val_loss": "eval_loss",
 }
-# A strict writer of JSON has no other way to say NaN; TRL writes the mean of no reward so. Some writers give all names
-# to every entry: then another number has to say that such a thing was measured.
+# A strict writer of JSON has no other way to say NaN, and pandas leaves the cell of a CSV empty; TRL writes the mean of
+# no reward so. Some writers give all names to every entry: then another number has to say that it was measured.
 _NULL_IS_NAN = {
-    re.compile("loss"): re.compile("learning_rate|lr|grad_norm"),
+    re.compile("loss|grad_norm"): re.compile("learning_rate|lr|loss|grad_norm"),
     re.compile("eval_(.*_)?(loss|reward)"): re.compile("eval_.*"),
     re.compile("reward"): re.compile("rewards?[_/].*|completions/.*"),
-    re.compile("train_loss"): re.compile("train_.*"),
+    re.compile("train_loss"): re.compile("train_(samples|steps)_per_second"),
 }
 _NEAR_ZERO = 0.01  # a loss that was below may well be 0.0 to four digits
 _NO_METRIC = re.compile(r"runtime|per_second|preparation_time|num_tokens|epoch|flos|_rows$|step$")
@@ -157,22 +161,29 @@ _NO_METRIC = re.compile(r"runtime|per_second|preparation_time|num_tokens|epoch|f
 
 def _numbers(entry: Mapping) -> dict[str, float]:
     """The numbers of an entry; the text "NaN" is one, "n/a" is not, and "5/300" is step 5."""
-    named, clean = {_name(str(key)): value for key, value in entry.items()}, {}
+    named = {_name(str(key)): value for key, value in entry.items()}
+    clean: dict[str, float] = {}
     for name, value in (named | dict.fromkeys(_nan_as_null(named), math.nan)).items():
         if name.endswith(("__MIN", "__MAX")):  # of the same points, in a table of W&B
             continue
-        try:
-            clean[name] = float(value.partition("/")[0] if isinstance(value, str) else value)
-        except OverflowError:  # an integer of more than 308 digits
-            clean[name] = math.copysign(math.inf, value > 0 or -1)
-        except (TypeError, ValueError):
-            continue  # a name, a list, an empty cell
+        if (number := _float(value)) is not None:
+            clean[name] = number
     for other, name in _NAMES.items():
         if other in clean:
             clean = {name: clean.pop(other), **clean}
     if not math.isfinite(clean.get("step", 0.0)):
         del clean["step"]
     return clean
+
+
+def _float(value: object) -> float | None:
+    """None for a name, a list, an empty cell."""
+    try:
+        return float(value.partition("/")[0] if isinstance(value, str) else value)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.copysign(math.inf, value > 0 or -1)
+    except (TypeError, ValueError):
+        return None
 
 
 @lru_cache
@@ -185,13 +196,14 @@ def _name(key: str) -> str:
 
 def _nan_as_null(named: Mapping) -> list[str]:
     """The names under which null is a number that was NaN, and not one that was not measured."""
-    if None not in named.values():
+    null = [name for name, value in named.items() if value is None or value == ""]
+    if not null:
         return []
     kinds = {name: kind for name in named for kind in _NULL_IS_NAN if kind.fullmatch(name)}
-    told = [n for n, value in named.items() if n not in kinds and (value is not None or n.startswith("reward"))]
+    told = [n for n in named if n not in null or n.startswith(("reward_", "rewards/"))]
     measured = {kind for kind in kinds.values() if any(map(_NULL_IS_NAN[kind].fullmatch, told))}
     alone = len({*kinds.values()}) == 1
-    return [name for name, kind in kinds.items() if named[name] is None and (alone or kind in measured)]
+    return [n for n in null if n in kinds and (kinds[n] in measured or (alone and named[n] is None))]
 
 
 def _per_step(entries: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -211,7 +223,13 @@ def _count(entries: list[dict[str, float]], unit: str) -> None:
 
 _SUMMARY = re.compile(r"train_(loss$|runtime$|\w+_per_second$)")
 # Whatever the entry is about; _timestamp and the like are W&B's.
-_SHARED = re.compile(r"(step|epoch|total_flos|index)$|_")
+_SHARED = re.compile(r"(step|epoch|total_flos|index|num_input_tokens_seen|memory\(GiB\)|Unnamed: \d+)$|_")
+# What is a number in the row of a data frame that measures such a thing, whatever became of its loss.
+_PROOF = {
+    "": re.compile("learning_rate|grad_norm"),
+    "eval_": re.compile("eval_runtime|eval_.*_per_second"),
+    "train_": re.compile("train_(samples|steps)_per_second"),
+}
 
 
 def _parts(entries: list[dict[str, float]], *, table: bool) -> list[Part]:
@@ -259,14 +277,23 @@ def _groups(entry: Mapping[str, float], prefixes: Mapping[str, str]) -> dict[str
 def _without_missing(rows: list[dict[str, dict[str, float]]]) -> list[dict[str, dict[str, float]]]:
     """A row of a data frame measures one thing and is NaN in the others' columns.
 
-    Where some row measures two, or one is measured nowhere, NaN may be measured too: then all stays as it is.
+    Without a proof, where some row measures two, or one is measured nowhere, NaN may be measured too: then all stays
+    as it is.
     """
-    measured = [{prefix for prefix in row if any(map(math.isfinite, row[prefix].values()))} for row in rows]
-    anywhere = set().union(*measured)
-    if any(len(here) > 1 for here in measured):
+    table: dict[str, set[str]] = {}
+    for row in rows:
+        for prefix, numbers in row.items():
+            table.setdefault(prefix, set()).update(numbers)
+    kind = lambda prefix: "eval_" if prefix.startswith("eval_") else prefix
+    proof = {prefix: {n for n in names if _PROOF[kind(prefix)].fullmatch(n)} for prefix, names in table.items()}
+    says = lambda row, prefix: (v for n, v in row[prefix].items() if not proof[prefix] or n in proof[prefix])
+    measured = [{prefix for prefix in row if any(map(math.isfinite, says(row, prefix)))} for row in rows]
+    proven = {prefix for prefix in table if proof[prefix]}
+    known = set().union(*measured) | proven
+    if any(len(here) > 1 and not here <= proven for here in measured):
         return rows
     return [
-        {prefix: row[prefix] for prefix in row if not here or prefix in here or prefix not in anywhere}
+        {prefix: row[prefix] for prefix in row if not here or prefix in here or prefix not in known}
         for row, here in zip(rows, measured, strict=True)
     ]
 
@@ -277,8 +304,14 @@ def eval_metrics(part: Mapping[str, float]) -> dict[str, float]:
 
 
 def accurate(part: Part) -> bool:
-    """An accuracy above 0 was measured on something."""
-    return any("accurac" in name and value > 0 for name, value in part.items())
+    """An accuracy above 0, a reward or a log-prob other than 0 was measured on something."""
+    other = lambda value: math.isfinite(value) and value != 0
+    return any(
+        value > 0 if "accurac" in name else _MEASURES.search(name) and other(value) for name, value in part.items()
+    )
+
+
+_MEASURES = re.compile("rewards/|logps/|margins")
 
 
 def read_log(source: str | os.PathLike | Sequence[Mapping]) -> Log:
@@ -389,7 +422,7 @@ def _one_a_line(text: str) -> list:
     return [json.loads(line) for line in lines if line.strip()]
 
 
-_ENTRY = re.compile("step|grad_norm|(.*_)?loss")
+_ENTRY = re.compile("grad_norm|(.*_)?loss|eval_.*")
 _PRINTED = re.compile(r"\{[^{}]*\}")
 _NOT_FINITE = re.compile(r"(?<=[\s:])-?(nan|inf)\b")
 _BAR = re.compile(r"(:\s*)?\b\d{1,3}%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[")  # of tqdm; with a title it is not the training's
@@ -397,18 +430,44 @@ _BAR = re.compile(r"(:\s*)?\b\d{1,3}%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[")  # of tqdm
 
 def _salvage(text: str) -> list[Mapping]:
     """Every complete log entry in a damaged file, or among other things on a console."""
+    text = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", text)  # colours
     decoder, at, found = json.JSONDecoder(), text.find("{"), []
     while at >= 0:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            value, end = _literal(text, at)
+        value, end = _json(decoder, text, at) or _literal(text, at) or ({}, at + 1)  # cut off: look into it
         history = value.get("log_history")
         entries = history if isinstance(history, list) else [value]
-        found += [(at, end, e) for e in entries if isinstance(e, Mapping) and any(map(_ENTRY.fullmatch, map(str, e)))]
+        found += [(at, end, entry) for entry in entries if _is_entry(entry)]
         at = text.find("{", end)
     twice = [_same(one, another) for (_, _, one), (_, _, another) in pairwise(found)]
     return _with_steps(text, [entry for entry, again in zip(found, [*twice, False], strict=False) if not again])
+
+
+def _is_entry(value: object) -> bool:
+    """A number under a name that a log has; a configuration may have the name."""
+    number = lambda v: not isinstance(v, bool) and v is not None and _float(v) is not None
+    return isinstance(value, Mapping) and any(_ENTRY.fullmatch(str(name)) and number(v) for name, v in value.items())
+
+
+def _json(decoder: json.JSONDecoder, text: str, at: int) -> tuple[dict, int] | None:
+    """The JSON object that begins there, and where it ends. A failure counts lines from the start: it is not cheap."""
+    if re.compile(r"\{\s*[\"}]").match(text, at) is None:
+        return None
+    try:
+        return decoder.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _literal(text: str, at: int) -> tuple[dict, int] | None:
+    """The dict that begins there as Python prints it, with nan and inf, and where it ends."""
+    printed = _PRINTED.match(text, at)
+    if printed is None or not ("loss" in printed[0] or "grad_norm" in printed[0]):
+        return None
+    try:
+        value = ast.literal_eval(_NOT_FINITE.sub(r"'\g<0>'", printed[0]))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return (value, printed.end()) if isinstance(value, dict) else None
 
 
 def _same(one: Mapping, another: Mapping) -> bool:
@@ -417,29 +476,20 @@ def _same(one: Mapping, another: Mapping) -> bool:
     return one.keys() < another.keys() and another.keys() - one == {"grad_norm"} and place[0] == place[1]
 
 
-def _literal(text: str, at: int) -> tuple[dict, int]:
-    """A dict as Python prints it, with nan and inf, and where it ends; or where to look next."""
-    printed = _PRINTED.match(text, at)
-    if printed and ("loss" in printed[0] or "grad_norm" in printed[0]):
-        try:
-            value = ast.literal_eval(_NOT_FINITE.sub(r"'\g<0>'", printed[0]))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            return value, printed.end()
-    return {}, at + 1  # cut off, or damaged inside: look into it
+def _with_steps(text: str, found: list[tuple[int, int, dict]]) -> list[Mapping]:
+    """A printed entry names no step, but tqdm draws the bar of the training again right after it.
 
-
-def _with_steps(text: str, found: list[tuple[int, int, Mapping]]) -> list[Mapping]:
-    """A printed entry names no step. The bar of the training does, right after it, or the last one before it."""
-    if not found or any("step" in entry for _, _, entry in found):
-        return [entry for _, _, entry in found]
-    bars = [(bar.start(), int(bar[2]), bar[3]) for bar in _BAR.finditer(text) if not bar[1]]
-    steps = [(at, step) for at, step, total in bars if total == bars[0][2]]  # an evaluation has a bar of its own
-    places = [at for at, _ in steps]
-    for (_, end, entry), following in zip(found, [*(start for start, _, _ in found[1:]), len(text)], strict=True):
-        after = bisect(places, end)
-        shown = after if after < len(places) and places[after] < following else after - 1
-        if 0 <= shown < len(steps):
-            entry["step"] = steps[shown][1]
+    After all of them, and with rising steps, or none can be trusted: a file that was buffered has the bars elsewhere.
+    """
+    bars = [(bar.end(), int(bar[2]), int(bar[3])) for bar in _BAR.finditer(text) if not bar[1]]
+    places, ends = [at for at, _, _ in bars], [*(start for start, _, _ in found[1:]), len(text)]
+    after = [bars[bisect(places, end) : bisect(places, until)] for (_, end, _), until in zip(found, ends, strict=False)]
+    without = [(e, shown) for (_, _, e), shown in zip(found, after, strict=True) if "step" not in e]
+    training = [(e, shown[:1]) for e, shown in without if "loss" in e]
+    steps = [(step, _float(e.get("epoch")) or 0.0) for e, shown in training for _, step, _ in shown]
+    rising = all(step < later or epoch > next_epoch for (step, epoch), (later, next_epoch) in pairwise(steps))
+    totals = {total for _, shown in training for _, _, total in shown}
+    for entry, shown in without if len(steps) == len(training) and rising else ():
+        told = [step for _, step, total in shown if total in totals]  # an evaluation has a bar of its own
+        entry.update({"step": told[0]} if told else {})
     return [entry for _, _, entry in found]
