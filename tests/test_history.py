@@ -497,12 +497,14 @@ def test_a_row_that_holds_training_and_evaluation_is_read_as_both():
     }
 
 
+def as_table(entries, missing=NAN):
+    """As a data frame has them: every name in every row."""
+    names = dict.fromkeys(name for entry in entries for name in entry)
+    return [{name: entry.get(name, missing) for name in names} for entry in entries]
+
+
 @pytest.mark.parametrize("missing", [NAN, None])
 def test_what_a_data_frame_lacks_is_not_measured(missing):
-    def as_table(entries):
-        names = dict.fromkeys(name for entry in entries for name in entry)
-        return [{name: entry.get(name, missing) for name in names} for entry in entries]
-
     rates = [1e-5] * 14
     ends = [{"step": 14, "train_loss": 2.0, "train_runtime": 1.0, "total_flos": 1e9}]
     for tests in (sets(a=[1.5], b=[1.6]), evals(1.5, eval_runtime=1.0, eval_excluded_rows=0)):
@@ -510,11 +512,11 @@ def test_what_a_data_frame_lacks_is_not_measured(missing):
             {"_timestamp": 1.0, "epoch": 0.1, **entry}
             for entry in [*train(falling(14), steady(14), rates), *tests, *ends]
         ]
-        assert autopsy(as_table(log)).codes == autopsy(log).codes == []
+        assert autopsy(as_table(log, missing)).codes == autopsy(log).codes == []
     dead = train([*falling(12), 0.0, NAN], [*steady(12), NAN, NAN], rates) + evals(1.5, eval_runtime=1.0)
     dead += [{"step": 14, "eval_loss": NAN, "eval_runtime": 1.0}]
     assert (
-        where(as_table(dead))
+        where(as_table(dead, missing))
         == where(dead)
         == {
             "filter_footprint": 13,
@@ -1083,3 +1085,10 @@ def test_a_table_of_lightning_has_a_loss_for_each_step(tmp_path):
     rows = [f"{n},,{loss}," for n, loss in enumerate([*falling(9), NAN])]
     (tmp_path / "metrics.csv").write_text("\n".join(["step,train_loss_epoch,train_loss_step,val_loss", *rows]))
     assert where(tmp_path / "metrics.csv") == {"nan_loss": 9, "sudden_divergence": 9}
+
+
+def test_a_row_that_measures_two_things_and_proves_both_leaves_the_others_alone():
+    log = [{**entry, "learning_rate": 1e-5} for entry in train(falling(6), steady(6))]
+    both = {"step": 6, "eval_loss": 1.5, "eval_runtime": 1.0, "train_loss": 2.0, "train_samples_per_second": 3.0}
+    assert autopsy(as_table([*log, both])).codes == []
+    assert where(as_table([*log, {**both, "eval_loss": NAN}])) == {"nan_eval_loss": 6}

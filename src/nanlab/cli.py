@@ -275,7 +275,10 @@ COMMANDS = (
         (
             (
                 ("run_dir",),
-                {"metavar": "RUN_DIR", "help": "run folder, trainer_state.json, or JSON, JSONL, CSV metrics"},
+                {
+                    "metavar": "RUN_DIR",
+                    "help": "run folder, trainer_state.json, JSON, JSONL, CSV, or console output",
+                },
             ),
             _JSON,
         ),
