@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanlab.findings import Finding, Findings, amount
-from nanlab.logs import Log, Part, accurate, eval_metrics, read_log
+from nanlab.logs import Log, Part, eval_metrics, read_log, scored
 
 
 def autopsy(path_or_log_history: str | os.PathLike | Sequence[Mapping]) -> Autopsy:
@@ -135,7 +135,7 @@ def _no_gradient(log: Log) -> Seen | None:
     """
     if log.rewards:
         return None
-    zero = [part for part in log.train if part.get("loss") == 0 and not accurate(part)]
+    zero = [part for part in log.train if part.get("loss") == 0 and not scored(part)]
     zero = [part for part in zero if part.place not in log.zeros_for_nan]
     if any({"loss", "grad_norm"} <= part.keys() for part in log.train):
         zero = [part for part in zero if part.get("grad_norm") == 0]
@@ -242,7 +242,7 @@ def _dead_evaluation(log: Log) -> Seen | None:
 
 def _zero_evaluation(log: Log) -> Seen | None:
     """Where the loss of a policy gradient is 0, the rewards of each group were alike."""
-    zero = [part for part in log.evals if part.get("eval_loss") == 0 and not accurate(part)]
+    zero = [part for part in log.evals if part.get("eval_loss") == 0 and not scored(part)]
     return None if log.rewards else _evaluated(zero, "likely")
 
 

@@ -90,7 +90,7 @@ class Log:
         """
         tail: list[Part] = []
         for part in reversed(self.train):
-            if part.get("loss") != 0 or accurate(part):
+            if part.get("loss") != 0 or scored(part):
                 break
             tail.append(part)
         norms = {part.get("grad_norm") for part in tail}
@@ -303,15 +303,14 @@ def eval_metrics(part: Mapping[str, float]) -> dict[str, float]:
     return {key: value for key, value in part.items() if key.startswith("eval_") and not _NO_METRIC.search(key)}
 
 
-def accurate(part: Part) -> bool:
-    """An accuracy above 0, a reward or a log-prob other than 0 was measured on something."""
-    other = lambda value: math.isfinite(value) and value != 0
-    return any(
-        value > 0 if "accurac" in name else _MEASURES.search(name) and other(value) for name, value in part.items()
-    )
+_SCORES = re.compile("rewards/|logps/|margins")
 
 
-_MEASURES = re.compile("rewards/|logps/|margins")
+def scored(part: Part) -> bool:
+    """An accuracy above 0, or a reward or log-prob other than 0: there was something to be scored."""
+    accuracies = any("accurac" in name and value > 0 for name, value in part.items())
+    others = (v for name, v in part.items() if "accurac" not in name and _SCORES.search(name))
+    return accuracies or any(math.isfinite(value) and value != 0 for value in others)
 
 
 def read_log(source: str | os.PathLike | Sequence[Mapping]) -> Log:
