@@ -1794,3 +1794,100 @@ def test_a_nan_in_float8_is_seen():
 
 def test_a_complex_number_beyond_float32_is_finite():
     assert healthy(locate(lambda: (torch.full((2,), 1e200, dtype=torch.complex128) * 2).abs().max()))
+
+
+# -- whole loops: what they ask, refuse, leave out and go on after ----------------------------------------------------
+ASKS = {
+    "sum": lambda x: torch.isnan(x).sum() > 0,
+    "sum as a number": lambda x: torch.isnan(x).sum().item() > 0,
+    "share": lambda x: (~torch.isfinite(x)).float().mean().item() > 0,
+    "count_nonzero": lambda x: int(torch.count_nonzero(torch.isnan(x))) > 0,
+    "places": lambda x: len(torch.isnan(x).nonzero()) > 0,
+    "not itself": lambda x: bool((x != x).any()),
+    "or": lambda x: bool((torch.isinf(x) | torch.isnan(x)).any()),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("head", [True, False])
+def test_a_step_may_ask_in_many_ways_and_before_anything_else(name, head):
+    net, x = nn.Linear(3, 1), torch.randn(4, 3)
+    x[2, 1] = NAN
+
+    def step(stop):
+        if (head and ASKS[name](x)) or ASKS[name](loss := net(x).pow(2).mean()):
+            if stop:
+                raise RuntimeError("bad batch")
+            return
+        loss.backward()
+
+    report = locate(lambda: step(True))
+    assert (report.cause, report.op, report.rows) == ("bad_input", "x", [2]), str(report)
+    left_out = locate(lambda: step(False))
+    assert not left_out.found
+    assert "bad_input: nan in data, x" in left_out.explanation
+    x[2, 1] = 0.0
+    assert healthy(locate(lambda: step(True)))
+    assert locate(lambda: step(True)).explanation == ""
+
+
+def test_to_ask_of_a_tensor_is_not_to_use_it():
+    net, x = nn.Linear(3, 1), torch.randn(4, 3)
+    x[1] = INF
+
+    def step():
+        torch.isnan(x).any()
+        net(x).mean().backward()  # used here
+
+    assert verdict(locate(step)) == ("bad_input", "data", line("used here"))
+
+
+def test_an_operation_may_refuse_nan_with_words_of_its_own():
+    net, x, y = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), torch.randn(8, 4), torch.rand(8)
+    x[3, 0] = NAN
+    report = locate(lambda: F.binary_cross_entropy(net(x)[:, 0], y).backward())
+    assert (report.cause, report.op, report.rows) == ("bad_input", "x", [3]), str(report)
+    assert "between 0 and 1" in str(report.exception)
+    # The labels are bad and stay out of it; another shape would have been refused with finite numbers too.
+    labels = torch.full((8,), NAN)
+    report = locate(lambda: (labels.nan_to_num(0.5), torch.zeros(2, 5) @ net[0].weight))
+    assert not report.found
+    assert report.exception is not None
+
+
+def test_a_step_that_went_on_after_it_had_left_a_batch_out_raised_for_its_own_reason():
+    net, batches = nn.Linear(4, 1), [torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 5)]
+    batches[0][2, 1] = NAN
+
+    def step():
+        for x in batches:
+            loss = net(x).pow(2).mean()
+            if torch.isnan(loss):
+                continue
+            loss.backward()
+
+    report = locate(step)
+    assert not report.found
+    assert "bad_input: nan in data" in report.explanation
+    assert "shapes" in str(report.exception)
+
+
+def test_a_mask_may_be_read_before_another_is_made():
+    mask = torch.tensor([0.0, -INF])
+
+    def step():
+        if mask.min().item() < -1e9:
+            return torch.randn(2, 2).masked_fill(mask < 0, -INF)
+
+    assert healthy(locate(step))
+
+
+@pytest.mark.parametrize("message", ["matrix is not positive-definite", "finance/loss is missing"])
+def test_a_message_may_hold_the_letters_of_nan(message):
+    labels = torch.tensor([1.0, NAN])
+
+    def step():
+        kept = labels[~labels.isnan()].mean()
+        raise KeyError(f"{message} {kept > 0}")
+
+    assert not locate(step).found

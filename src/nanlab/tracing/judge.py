@@ -28,6 +28,7 @@ SUMS = ("mean", "sum")  # a −inf that is one of these is no mask
 # On a GPU TRL launches kernels (Triton) that are no operations of torch: it shall take what it has for other devices.
 KERNELS = (("trl.kernels.chunked_logprob", "_TRITON_AVAILABLE"), ("trl.trainer.utils", "is_triton_available"))
 LOOKED_AT = "But the code looked at such a number, which it may have left out:"
+ABOUT_NAN = re.compile(r"(?<!fi)nan|\binf\b|(?<!de)finite|diverge", re.IGNORECASE).search
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 
 
@@ -96,17 +97,21 @@ def abandoned(tracer: Tracer, error: BaseException) -> None:
             tracer.sink(f"variable {name} when the step raised", value, "held")
             for label, part in parts_of(name, value, 1) if not isinstance(value, (Tensor, nn.Module)) else ():
                 tracer.sink(f"variable {label} when the step raised", part, "held")
-    tracer.raised_about_nan = bool(re.search(r"nan|\binf\b|finite", str(error), re.IGNORECASE))
+    tracer.raised_about_nan = bool(ABOUT_NAN(str(error)))
     last, chosen = (tracer.last, ()) if tracer.raised_about_nan else ((), tracer.chosen)
-    tracer.sinks["held", "the number at which the step raised"] = tracer.refused or last
+    tracer.sinks["", "what the operation refused"] = tracer.refused
+    tracer.sinks["held", "the number at which the step raised"] = last
     tracer.sinks["", "the whole number by which the step raised"] = chosen
-    tracer.sinks["", "a number that was looked at before the step raised"] = looked_at(tracer)
+    went_on = max(tracer.went_backward, tracer.engine, *(n for n, _ in tracer.growth), 0) > tracer.looked
+    tracer.sinks["", "a number that was looked at before the step raised"] = [] if went_on else looked_at(tracer)
 
 
 def looked_at(tracer: Tracer) -> list[Event]:
     """What is behind the bad numbers that Python has read, or asked whether they are; not those that are meant."""
-    meant = lambda root: root.deliberate or root.name.startswith(CONSTANT)
-    return [e for e in merge([tracer.answer, *tracer.reads.values()]) if not meant(e.root())]
+    best = lambda root: root.kind == "inf" and root.phase in ("data", "state")  # so far, as it starts
+    meant = lambda root: root.deliberate or root.name.startswith(CONSTANT) or best(root)
+    seen = merge([tracer.answer, *tracer.reads.values()])
+    return [e for e in seen if not meant(e.root()) and not excused("", e, tracer)]
 
 
 def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:

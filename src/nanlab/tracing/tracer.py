@@ -7,6 +7,7 @@ elements carry on the events behind those inputs that made them bad (how that is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nanlab.tracing.carry import trace
 from nanlab.tracing.causes import CONSTANT, COPIES, MASKS, Birth, Was, diagnose
@@ -84,9 +85,10 @@ class Tracer(TorchDispatchMode):
     Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
     ``lifted``, that are made of Python numbers; ``dropped``, a sum → the events of what nansum has left out.
     Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``answer``, the
-    last yes or no that a bad number gave (``tests``: storages of such); ``chosen``, the last whole number made of NaN;
-    ``refused``, the arguments of an operation that raised; ``latest``, kind → the last output, ``last``, of any kind;
-    ``sends``, what this rank has given to others, or another rank to this one.
+    last answer that a bad number gave (``tests``: storages of such), ``looked``: when it, or such a number, was read;
+    ``chosen``, the last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``,
+    kind → the last output, ``last``, of any kind; ``sends``, what this rank has given to others, or another rank to
+    this one.
     Optimizers: ``steps``, whose step is running, None for a closure; ``optimizers``, that have stepped; ``settings``,
     kind → the event of such a learning rate; ``growth``: (n, largest |parameter|) before each step; ``graded``: ids of
     the leaf tensors that have a gradient of this step.
@@ -104,7 +106,7 @@ class Tracer(TorchDispatchMode):
         self.reads, self.tests, self.latest = {}, {}, {}
         self.last, self.chosen, self.answer, self.refused, self.sends = (), (), (), (), ()
         self.steps, self.optimizers, self.settings, self.growth, self.graded = [None], {}, {}, [], set()
-        self.scaler_skips, self.raised_about_nan, self.call = False, False, ""
+        self.scaler_skips, self.raised_about_nan, self.call, self.looked = False, False, "", -1
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
     def __enter__(self):
@@ -232,7 +234,7 @@ class Tracer(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except Exception:
-            self.refused = merge(map(self.guilty, args))
+            self.refused = self.refuses(func, args, kwargs) if not written else ()
             raise
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
@@ -272,6 +274,14 @@ class Tracer(TorchDispatchMode):
             before[id(t)] = Was(kind, t.clone(), self.blame(t)) if (kind := bad(t)) else Was("", t)
         return written, before
 
+    def refuses(self, func, args: tuple, kwargs: dict) -> tuple[Event, ...]:
+        """The events behind the arguments of an operation that has raised, and with finite ones would not."""
+        behind = merge(self.guilty(t) for t in tree_leaves((args, kwargs)))
+        finite = lambda t: torch.full_like(t, 0.5).where(bad_mask(t), t) if is_float(t) and bad(t) else t
+        with torch.random.fork_rng([]), contextlib.suppress(Exception):
+            return behind and (func(*tree_map(finite, args), **tree_map(finite, kwargs)), behind)[1]
+        return ()
+
     def sent(self, func, args: tuple, out: object) -> None:
         """What a collective operation writes is there when every rank has sent; what this one sends may be to blame."""
         named = [(a.name, value) for a, value in zip(func._schema.arguments, args, strict=False)]
@@ -309,11 +319,24 @@ class Tracer(TorchDispatchMode):
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
         elif name == "_amp_update_scale_":  # by now it is lowered; a fused optimizer is given its gradients scaled
             self.scaler_skips |= bool(args[2]) and float(args[0]) >= 1
-        answers = [key_of(t) for t in as_list(out) if isinstance(t, Tensor) and t.dtype is torch.bool]
-        if self.taint and (answers or isinstance(out, bool)):
-            behind = merge(self.tests.get(key_of(t)) or self.guilty(t) for t in args if isinstance(t, Tensor))
-            self.tests |= dict.fromkeys(answers, behind)
-            self.answer = behind if behind and not answers else self.answer
+        self.looked = self.n if kind else self.looked
+        self.follow(name, args, out)
+
+    def follow(self, name: str, args: tuple, out: object) -> None:
+        """Answers to the question whether a number is bad, and what is made of answers: how many there are."""
+        asks = isinstance(out, bool) or any(isinstance(t, Tensor) and t.dtype is torch.bool for t in as_list(out))
+        if not asks and not self.tests:
+            return
+        given, made = ({key_of(t): t for t in tree_leaves(of) if isinstance(t, Tensor)} for of in (args, out))
+        known, unused = asks or given.keys() <= self.tests.keys(), given.keys() - self.taint.keys()
+        behind = merge(self.tests.get(key) or self.guilty(t) for key, t in given.items()) if known and given else ()
+        for key in unused:  # to ask is not to use it
+            self.taint.pop(key, None)
+            self.came.discard(key)
+        for key in made:
+            self.tests.pop(key, None) if not behind else self.tests.update({key: behind})
+        if behind and (not made or name == "nonzero"):  # the length of which is the answer
+            self.answer, self.looked = behind, self.n
 
     def harmless(self, name: str, args: tuple) -> bool:
         """Operations that need no look while nothing is bad yet; they are a quarter of all the numbers."""
@@ -359,7 +382,7 @@ class Tracer(TorchDispatchMode):
         self.look_around(birth, event.phase, parents)
         (event.cause, event.explanation), event.kind = diagnose(birth), birth.kind.strip("-")
         number = birth.literal()
-        read = self.reads.get(number, ())
+        read = [e for e in self.reads.get(number, ()) if not e.root().deliberate]
         # Written in the code: a mask, a sentinel, a poison; or the answer of torch itself where there is nothing.
         literal = number.strip("-") == event.kind and not read and event.cause != "empty_mean"
         if literal and self.steps[-1] is not None and event.kind in self.settings:
