@@ -332,7 +332,6 @@ class Tracer(TorchDispatchMode):
         behind = merge(self.tests.get(key) or self.guilty(t) for key, t in given.items()) if known and given else ()
         for key in unused:  # to ask is not to use it
             self.taint.pop(key, None)
-            self.came.discard(key)
         for key in made:
             self.tests.pop(key, None) if not behind else self.tests.update({key: behind})
         if behind and (not made or name == "nonzero"):  # the length of which is the answer
