@@ -228,7 +228,7 @@ def _empty_evaluation(log: Log) -> Seen | None:
     """eval_loss NaN while training is finite, as far as is known."""
     bad = [part for part in log.evals if not math.isfinite(part.get("eval_loss", 0.0)) and log.alive_at(part)]
     others = [value for part in bad for value in eval_metrics(part).values() if math.isfinite(value)]
-    alive = any(part.get("grad_norm", part.get("loss")) not in (0, None) and log.alive_at(part) for part in log.train)
+    alive = any(log.sign_of_life(part) != 0 and log.alive_at(part) for part in log.train)
     training = " while training is" if alive else ""
     empty = "; every other metric is exactly 0" if others and not any(others) else ""
     return _evaluated(bad, "likely" if alive else "possible", training + empty)
@@ -272,8 +272,8 @@ def _no_progress(log: Log) -> Seen | None:
     longest: list[float] = []
     for evals in log.by_set().values():
         metrics = [eval_metrics(part) for part in evals]
-        whole = [bool(m.get("eval_loss")) and all(map(math.isfinite, m.values())) for m in metrics]
-        whole = [so and any(map(_exact, m.values())) for so, m in zip(whole, metrics, strict=True)]
+        finite = [bool(m.get("eval_loss")) and all(map(math.isfinite, m.values())) for m in metrics]
+        whole = [so and any(map(_exact, m.values())) for so, m in zip(finite, metrics, strict=True)]
         same = [False] + [whole[at] and metrics[at] == metrics[at - 1] for at in range(1, len(metrics))]
         run = max(_runs(np.array(same)), key=len, default=range(0))
         steps = [part["step"] for part in evals[max(0, run.start - 1) : run.stop]]

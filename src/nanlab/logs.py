@@ -422,6 +422,7 @@ def _one_a_line(text: str) -> list:
 
 
 _ENTRY = re.compile("grad_norm|(.*_)?loss|eval_.*")
+_OBJECT = re.compile(r"\{\s*[\"}]")  # how one begins in JSON
 _PRINTED = re.compile(r"\{[^{}]*\}")
 _NOT_FINITE = re.compile(r"(?<=[\s:])-?(nan|inf)\b")
 _BAR = re.compile(r"(:\s*)?\b\d{1,3}%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[")  # of tqdm; with a title it is not the training's
@@ -449,7 +450,7 @@ def _is_entry(value: object) -> bool:
 
 def _json(decoder: json.JSONDecoder, text: str, at: int) -> tuple[dict, int] | None:
     """The JSON object that begins there, and where it ends. A failure counts lines from the start: it is not cheap."""
-    if re.compile(r"\{\s*[\"}]").match(text, at) is None:
+    if not _OBJECT.match(text, at):
         return None
     try:
         return decoder.raw_decode(text, at)

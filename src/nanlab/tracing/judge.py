@@ -102,14 +102,14 @@ def abandoned(tracer: Tracer, error: BaseException) -> None:
     tracer.sinks["", "what the operation refused"] = tracer.refused
     tracer.sinks["held", "the number at which the step raised"] = last
     tracer.sinks["", "the whole number by which the step raised"] = chosen
-    went_on = max(tracer.went_backward, tracer.engine, *(n for n, _ in tracer.growth), 0) > tracer.looked
-    tracer.sinks["", "a number that was looked at before the step raised"] = [] if went_on else looked_at(tracer)
+    if tracer.engine <= tracer.looked:  # else the step has gone on since, and raised for a reason of its own
+        tracer.sinks["", "a number that was looked at before the step raised"] = looked_at(tracer)
 
 
 def looked_at(tracer: Tracer) -> list[Event]:
     """What is behind the bad numbers that Python has read, or asked whether they are; not those that are meant."""
-    best = lambda root: root.kind == "inf" and root.phase in ("data", "state")  # so far, as it starts
-    meant = lambda root: root.deliberate or root.name.startswith(CONSTANT) or best(root)
+    # An inf that came in is where the best so far starts.
+    meant = lambda r: r.deliberate or r.name.startswith(CONSTANT) or (r.kind == "inf" and r.phase in ("data", "state"))
     seen = merge([tracer.answer, *tracer.reads.values()])
     return [e for e in seen if not meant(e.root()) and not excused("", e, tracer)]
 

@@ -234,15 +234,14 @@ class Tracer(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except Exception:
-            self.refused = self.refuses(func, args, kwargs) if not written else ()
+            self.refused = () if written or COLLECTIVE(name) else self.refuses(func, args, kwargs)
             raise
         self.n += 1
         if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
             here, node = self.names.here(), torch._C._current_autograd_node()
             native = here.engine and not any(here[:2]) and node is not None  # a backward pass that is itself derived
             self.forward[number] = (self.made(node, here.within(self.outside))[0] if native else here, name)
-        if torch._C._current_graph_task_id() != -1:
-            self.engine = self.n
+        self.engine = self.engine if torch._C._current_graph_task_id() == -1 else self.n
         if name == "lift_fresh":
             self.lifted |= {key_of(t) for t in args if is_float(t)}
         if COLLECTIVE(name):
@@ -279,7 +278,9 @@ class Tracer(TorchDispatchMode):
         behind = merge(self.guilty(t) for t in tree_leaves((args, kwargs)))
         finite = lambda t: torch.full_like(t, 0.5).where(bad_mask(t), t) if is_float(t) and bad(t) else t
         with torch.random.fork_rng([]), contextlib.suppress(Exception):
-            return behind and (func(*tree_map(finite, args), **tree_map(finite, kwargs)), behind)[1]
+            if behind:
+                func(*tree_map(finite, args), **tree_map(finite, kwargs))
+                return behind
         return ()
 
     def sent(self, func, args: tuple, out: object) -> None:
@@ -328,12 +329,13 @@ class Tracer(TorchDispatchMode):
         if not asks and not self.tests:
             return
         given, made = ({key_of(t): t for t in tree_leaves(of) if isinstance(t, Tensor)} for of in (args, out))
-        known, unused = asks or given.keys() <= self.tests.keys(), given.keys() - self.taint.keys()
-        behind = merge(self.tests.get(key) or self.guilty(t) for key, t in given.items()) if known and given else ()
-        for key in unused:  # to ask is not to use it
-            self.taint.pop(key, None)
-        for key in made:
-            self.tests.pop(key, None) if not behind else self.tests.update({key: behind})
+        unused, known = given.keys() - self.taint.keys(), asks or given.keys() <= self.tests.keys()
+        behind = merge(self.tests.get(key) or self.guilty(t) for key, t in given.items()) if known else ()
+        # To ask of a number is not to use it, and what is written over is no answer any more.
+        for table, keys in ((self.taint, unused), (self.tests, made)):
+            for key in keys:
+                table.pop(key, None)
+        self.tests |= dict.fromkeys(made, behind) if behind else {}
         if behind and (not made or name == "nonzero"):  # the length of which is the answer
             self.answer, self.looked = behind, self.n
 
