@@ -1872,6 +1872,21 @@ def test_a_step_that_went_on_after_it_had_left_a_batch_out_raised_for_its_own_re
     assert "shapes" in str(report.exception)
 
 
+@pytest.mark.parametrize("guard", [leaves, says_finite])
+def test_a_loop_that_has_learned_from_other_batches_stops_at_a_bad_one(guard):
+    net, batches = nn.Linear(4, 1), [torch.randn(6, 4), torch.randn(6, 4)]
+    batches[1][2, 1] = NAN
+
+    def step():
+        for x in batches:
+            loss = net(x).pow(2).mean()
+            guard(loss)
+            loss.backward()
+
+    report = locate(step)
+    assert (report.cause, report.rows) == ("bad_input", [2]), str(report)
+
+
 def test_a_mask_may_be_read_before_another_is_made():
     mask = torch.tensor([0.0, -INF])
 
