@@ -18,7 +18,7 @@ class Event(Report):
     """A birth: a finite number became inf or NaN, an inf became NaN, or a bad value came in from outside.
 
     ``n``: number of the operation. ``name``: of a tensor that was bad on arrival. ``deliberate``: an inf written on
-    purpose.
+    purpose. ``selects``: the logarithm of zeros and ones.
     """
 
     n: int = 0
@@ -27,6 +27,7 @@ class Event(Report):
     name: str = ""
     parents: tuple[Event, ...] = ()
     deliberate: bool = False
+    selects: bool = False
 
     def about(self, t: Tensor, mask: Tensor, **more: object) -> Event:
         """The same event, with how much of ``t`` is bad, and in which rows."""
@@ -44,7 +45,7 @@ class Event(Report):
         roots = [p.root() for p in self.parents if not saved(p)]
         real = [root for root in roots if not root.deliberate or no_mask(root)]
         if self.cause == "masked_row":  # a mask may be the logarithm of 0 and 1, or a bias that came in
-            real = [root for root in real if root.cause not in ("log_of_zero", "bad_input")]
+            real = [root for root in real if not root.selects and root.cause != "bad_input"]
         return min(real, key=lambda e: e.n) if real else self
 
     def fault(self) -> tuple:

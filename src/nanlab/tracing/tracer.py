@@ -397,9 +397,9 @@ class Tracer(TorchDispatchMode):
         lost = [e for e in self.dropped.get(key_of(x), ()) if e.root().phase != "data"] if is_float(x) else []
         event.parents = merge([lost] if event.cause == "empty_mean" else [parents, read])
         # The logarithm of 0 and 1 is a mask that will be added.
-        selects = event.cause == "log_of_zero" and self.counts.whole(x) and is_mask(birth.out)
+        event.selects = event.cause == "log_of_zero" and self.counts.whole(x) and is_mask(birth.out)
         passed_on = birth.op == "_log_softmax" and bool(parents) and all(p.deliberate for p in parents)
-        meant = (literal and not moved) or passed_on or (selects and not birth.fresh.all())
+        meant = (literal and not moved) or passed_on or (event.selects and not birth.fresh.all())
         event.deliberate = birth.kind != "nan" and bool(meant)
         inputs = [f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs]
         return event.about(birth.out, birth.fresh, inputs=inputs)
