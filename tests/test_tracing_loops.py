@@ -1906,3 +1906,28 @@ def test_a_message_may_hold_the_letters_of_nan(message):
         raise KeyError(f"{message} {kept > 0}")
 
     assert not locate(step).found
+
+
+def test_the_logarithm_of_a_row_of_zeros_is_no_mask():
+    scores = leaf(shape=(3, 4))
+
+    def step():
+        open_rows = torch.tensor([[1.0], [0.0], [1.0]])
+        log_probs = (scores.square() * open_rows).log()  # a row of zeros
+        F.cross_entropy(log_probs, torch.tensor([0, 1, 2])).backward()
+
+    report = locate(step)
+    assert verdict(report) == ("log_of_zero", "forward", line("a row of zeros")), str(report)
+    assert report.rows == [1]
+
+
+def test_what_only_the_optimizer_shows_is_called_as_the_code_calls_it():
+    hidden = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer, call = torch.optim.SGD(hidden.parameters(), lr=0.1), {"model": lambda x: hidden(x)}
+
+    def step():
+        (call["model"](torch.ones(3, 2)).square().neg().sqrt()).sum().backward()
+        optimizer.step()
+
+    report = locate(step)
+    assert "gradient of hidden.0.weight" in report.story[-1], str(report)

@@ -294,7 +294,7 @@ def test_a_gradient_left_over_from_before_is_state(make):
         optimizer.step()
 
     report = locate(step)
-    assert (report.cause, report.op) == ("bad_state", "gradient of #1, left over from before"), str(report)
+    assert (report.cause, report.op) == ("bad_state", "gradient of spoilt, left over from before"), str(report)
     assert report.others == []
 
 

@@ -50,8 +50,9 @@ class Names:
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
         """Learn what its state is called, which may have been restored from a checkpoint."""
+        called = {id(v): label for variable in user_variables() for label, v in parts_of(*variable)}
         for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-            self.adopt_parameter(f"#{i}", p)
+            self.adopt_parameter(called.get(id(p), f"#{i}"), p)
             for name, value in optimizer.state.get(p, {}).items():
                 self.add(value, f"optimizer state {name} of {self.of(p)}", "bad_state")
 
@@ -101,7 +102,7 @@ def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
         yield name, torch.from_numpy(value)
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
-    elif depth and not isinstance(value, (str, type, ModuleType, TorchDispatchMode)):
+    elif depth and not isinstance(value, (str, type, ModuleType, Optimizer, TorchDispatchMode)):
         entries = [(f"{name}[{k!r}]", v) for k, v in pairs_of(value)]
         if not entries:
             entries = [(f"{name}.{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
