@@ -27,7 +27,7 @@ HEAD = """# What the articles claim, and what a run showed
 
 Three public articles explain NaN in PyTorch and in preference training. This is every claim in them that the course
 has found, put to a test. A claim has a verdict only where a cell or a test shows it; the others are *open*.
-*(Unsaid.)* marks what no article says, and a reader of its numbers may take for granted.
+*(Unsaid.)* marks what no article says, and a reader of its numbers may take for granted. (There is no C26.)
 
 Written by `python docs/make_claims.py` from `claims.json`; do not edit by hand.
 """

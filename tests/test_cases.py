@@ -219,3 +219,9 @@ def test_trl_still_has_the_form_that_a_story_names():
     value.sum().backward()
     assert value.isfinite().all()
     assert x.grad.isnan().all()
+
+
+def test_a_mean_over_nothing_is_the_most_frequent_birth():
+    """As lesson 03 says."""
+    births = Counter(case.cause for case in CASES)
+    assert births.most_common(1) == [("empty_mean", 12)] and len(CASES) == 61

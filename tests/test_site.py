@@ -20,7 +20,7 @@ import nanlab.course.notebook
 pytestmark = [pytest.mark.doors, pytest.mark.timeout(420)]
 SIZES = {"phone": (390, 844), "desktop": (1280, 800)}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PAGES = ["index", "api", "claims", "versions", "cheatsheet", "instructor", "distributed"]
+PAGES = ["index", "api", "claims", "versions", "cheatsheet", "glossary", "instructor", "distributed"]
 LOOKED_AT = ["docs/index", "docs/cheatsheet", "notebooks/03_empty_batch", "notebooks/06_fp16_overflow", "docs/versions"]
 
 
@@ -57,9 +57,7 @@ def address(site):
 
 def test_has_every_lesson_and_every_page(site):
     wanted = {f"notebooks/{path.stem}" for path in NOTEBOOKS}
-    wanted |= {
-        f"docs/{name}" for name in ("index", "api", "claims", "versions", "cheatsheet", "instructor", "distributed")
-    }
+    wanted |= {f"docs/{name}" for name in PAGES}
     assert {f"{page}.html" for page in wanted} <= {str(path.relative_to(site)) for path in site.rglob("*.html")}
 
 
