@@ -49,7 +49,7 @@ def locate(
     Raises `InputError`, in one line, where ``step`` is neither a function without arguments nor a trainer, or another
     argument is not what it should be.
     """
-    check(step, model, optimizer, mode, max_batches)
+    check(step, model, optimizer, mode, max_batches, named_tensors)
     if is_trainer(step):
         return locate_in_trainer(step, mode, max_batches)
     tracer = Tracer()
@@ -71,7 +71,7 @@ def locate(
     return run(tracer, step)[0]
 
 
-def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | None) -> None:
+def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | None, named: dict[str, Any]) -> None:
     """Raises `InputError`, with one line that says what is wrong and what to give instead."""
     name, give = getattr(step, "__name__", type(step).__name__), "give a function without arguments, or a trainer"
     kind, is_a = lambda value: type(value).__name__, lambda value, kind: value is None or isinstance(value, kind)
@@ -86,6 +86,10 @@ def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | N
         f"step is the generator {name}; {give}": inspect.isgeneratorfunction(step),
         f"step wants arguments: {name}; {give}": callable(step) and wants_arguments(step),
     }
+    for key, value in named.items():
+        wrong[f"{key} is a {kind(value)}; give a tensor or a dict of tensors, or leave it out"] = not isinstance(
+            value, (torch.Tensor, Mapping, list, tuple)
+        )
     refuse("locate()", wrong)
 
 

@@ -30,6 +30,7 @@ DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|add
 MODULO = r"remainder|fmod"  # by 0, of any number
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
 POLES = "acos|asin|atanh|acosh|sqrt|erfinv|log|lgamma|digamma|polygamma|special_|.*det|.*solve|linalg_inv"
+BELOW = "a difference that rounding has made negative (clamp it), a parameter that has to stay positive, a wrong sign."
 LOGARITHM = r"^(_foreach_)?(log(2|10|1p|it|_sigmoid_forward)?|xlogy|_log_softmax)_?$|ctc_loss|special_xlog1py|slogdet"
 
 
@@ -130,7 +131,7 @@ class Birth(SimpleNamespace):
         """
         made = self.counts.made(x)
         if not isinstance(other, Tensor):
-            return bool(made in ("", "sub") or SELECTS(made)) and x.dim() > 0
+            return made in ("", "sub", "div") or (bool(SELECTS(made)) and x.dim() > 0)
         by = self.counts.made(other)
         deviation = (made in ("sub", *COPIES) and by in ("", "sub")) or (made, by) == ("sub", "add")
         weights = self.counts.whole(x) and made in ("clamp", *COPIES) and x.numel() > other.numel()
@@ -206,6 +207,12 @@ def row(name: str, operations: str, lesson: str) -> Callable:
     return add
 
 
+NOTES = {  # (cause, kind, operation where it matters) → what its row leaves out
+    ("log_of_zero", "nan", ""): "Here it is less than 0: " + BELOW,
+    ("masked_row", "-inf", "logsumexp"): "Here it gives −inf, and NaN in its gradient or where such are subtracted.",
+}
+
+
 def diagnose(birth: Birth) -> tuple[str, str]:
     """The first row that fits, and what can be said in numbers."""
     name = next(c.name for c in CAUSES.values() if re.search(c.operations, birth.op) and c.test(birth))
@@ -214,7 +221,7 @@ def diagnose(birth: Birth) -> tuple[str, str]:
     if name == "optimizer_underflow" and birth.eps:
         dtype, eps = str(birth.narrowest()).removeprefix("torch."), min(birth.eps)
         return name, f"eps is {eps:g}, which {dtype} holds as {birth.held(eps):.3g}."
-    return name, ""
+    return name, NOTES.get((name, birth.kind, birth.op if name == "masked_row" else ""), "")
 
 
 @row("optimizer_underflow", DIVISION, "06_fp16_overflow")
@@ -270,7 +277,8 @@ def _(b: Birth) -> bool:
     0, acos 1).
 
     Keep the dangerous value out of the function before it is called (x = torch.where(ok, x, 1.0), or clamp), not out
-    of its result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm.
+    of its result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm. svd
+    and eigh have no gradient where two values are equal: use svdvals and eigvalsh, or keep the values apart.
     """
     nan = b.kind == "nan"
     pole = b.divides_by_zero() or bool(re.search(LOGARITHM, b.op))
@@ -320,7 +328,7 @@ def _(b: Birth) -> bool:
 
 @row("inf_minus_inf", r"", "01_inf_and_nan")
 def _(b: Birth) -> bool:
-    """Infinite numbers of opposite sign meet in a sum, a difference, a mean or a normalisation.
+    """Infinite numbers cancel in a sum, a difference, a mean or a normalisation.
 
     Find the inf that came first (see the story), and bound the values before they are subtracted.
     """
@@ -331,8 +339,8 @@ def _(b: Birth) -> bool:
 def _(b: Birth) -> bool:
     """The result, or a number on the way to it, is larger than the dtype can hold.
 
-    In half precision: do this operation in float32, or use bfloat16. In float32: bound the argument (exp of a clamped
-    difference), lower the learning rate or the loss scale, clip gradients before they are inf.
+    In float16: do this operation in float32, or use bfloat16. In float32 and bfloat16: bound the argument (exp of a
+    clamped difference), lower the learning rate or the loss scale, clip gradients before they are inf.
     """
     return b.from_finite() and (b.kind != "nan" or b.too_large())
 
@@ -357,9 +365,10 @@ def _(b: Birth) -> bool:
 
 @row("unknown", r"", "08_locate")
 def _(b: Birth) -> bool:
-    """No row of the table fits. NaN from finite numbers is mostly a function outside its domain: √ of less than 0,
-    acos of 2.
+    """No row of the table fits. NaN from finite numbers is mostly a function outside its domain (√ of less than 0,
+    acos of 2), inf mostly a pole (atanh of 1).
 
-    Look at the ranges of the inputs, and at what the documentation of the operation says about them.
+    Look at the ranges of the inputs: a difference that rounding has made negative, a parameter that has to stay
+    positive, a cosine that is 1 and a little more. Clamp what only rounding has moved; mend what is really outside.
     """
     return True

@@ -144,14 +144,17 @@ def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
 
 def about(root: Event, names: list[str], ends: list[Event]) -> Report:
     """What one birth looks like: from it to the NaN it became, to the sinks that it reached."""
-    names, steps = list(dict.fromkeys(names)), [max(ends, key=lambda e: e.n)]
+    names, steps = list(dict.fromkeys(names)), [min(ends, key=lambda e: (e.phase != root.phase, e.kind != "nan", e.n))]
     while steps[0] is not root:
         steps.insert(0, next(p for p in steps[0].parents if p.root() is root))
+    origin = root
+    while origin.parents:
+        origin = origin.parents[0]
     surfaced = f"It surfaced in {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}."
     report, row = Report(**{f.name: getattr(root, f.name) for f in fields(Report)}), CAUSES[root.cause]
     report.found, report.advice, report.lesson = True, row.advice, row.lesson
     report.explanation = f"{row.explain} {root.explanation}".strip()
-    report.story = [*map(sentence, [*root.parents[:1], *steps]), surfaced]
+    report.story = [*map(sentence, [*[origin] * (origin is not root), *steps]), surfaced]
     return report
 
 

@@ -30,9 +30,9 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from nanlab.errors import InputError
 from nanlab.tracing.causes import CONSTANT
-from nanlab.tracing.judge import RAISED, run, sink_state, verdict
+from nanlab.tracing.judge import RAISED, abandoned, run, sink_state, verdict
 from nanlab.tracing.names import UNNAMED, parts_of, with_entries
-from nanlab.tracing.report import Report
+from nanlab.tracing.report import Report, listed
 from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.undo import freeze, global_state
 from nanlab.tracing.values import bad, is_float
@@ -41,7 +41,7 @@ from nanlab.tracing.where import line_of
 METHODS = {"train": "training_step", "eval": "prediction_step"}
 LIBRARIES = ("transformers.", "trl.", "nanlab.guard")
 # Their callbacks save, log and show, but for these, which end the run in time or change weights.
-KEPT = ("DefaultFlowCallback", "SyncRefModelCallback", "PEFTAdapterEMACallback")
+KEPT = {"DefaultFlowCallback", "SyncRefModelCallback", "PEFTAdapterEMACallback", "BEMACallback"}
 SILENT = ("log", "save_model", "_save_checkpoint")
 
 IRREGULAR = "Something in it changes from one run to the next: an iterator or a file cannot be wound back."
@@ -81,7 +81,9 @@ class Hunt:
             for name, own in list(vars(owner).items()):
                 if type(own).__module__ == "nanlab.guard" and hasattr(own, "__wrapped__"):
                     setattr(owner, name, own.__wrapped__)
-        kept = lambda c: not type(c).__module__.startswith(LIBRARIES) or type(c).__name__ in KEPT
+        kept = lambda c: (
+            not type(c).__module__.startswith(LIBRARIES) or KEPT & {base.__name__ for base in type(c).__mro__}
+        )
         handler.callbacks = list(filter(kept, handler.callbacks))
         vars(trainer.args).update(eval_on_start=False)
         vars(trainer).update(dict.fromkeys(SILENT, lambda *_, **__: None))
@@ -169,11 +171,13 @@ class Hunt:
         names = self.tracer.names
         return [t for _, t in (*names.parameters.values(), *names.buffers.values())] if self.mode == "train" else []
 
-    def spoilt(self) -> set[int]:
-        """Parameters and buffers that hold NaN, by id."""
-        return {id(t) for t in self.state() if is_float(t) and bad(t) == "nan"}
+    def spoilt(self) -> set:
+        """Parameters and buffers that hold NaN, and what the trainer itself keeps that is not finite."""
+        held = (parts_of(k, v) for k, v in vars(self.trainer).items() if not isinstance(v, nn.Module))
+        kept = {name for parts in held for name, t in parts if is_float(t) and bad(t)}
+        return kept | {id(t) for t in self.state() if is_float(t) and bad(t) == "nan"}
 
-    def failed(self, result: Any, before: set[int]) -> bool:
+    def failed(self, result: Any, before: set) -> bool:
         """Is the loss bad, or a gradient, or a parameter or a buffer that was none before?"""
         grads = any(is_float(t.grad) and bool(bad(t.grad)) for t in self.state())
         return grads or any(map(troubled, tree_leaves(result))) or bool(self.spoilt() - before)
@@ -217,6 +221,8 @@ class Hunt:
             for row in report.rows[:4] if hasattr(getattr(self.trainer, "processing_class", None), "decode") else ():
                 part = PARTS[row // size] if report.length > size else ""
                 report.texts[row] = " | ".join(self.texts(tokens, row, row % size, part))
+        if index and not (report.rows or report.phase in ("optimizer", "state")):
+            report.explanation += f" The batch is made of {listed(index)} of the dataset."
         if self.part:
             report.explanation += f" This is batch {self.batch - self.first} of eval_dataset[{self.part!r}]."
         raise Found
@@ -289,7 +295,10 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
             metrics = trainer.train() if mode == "train" else trainer.evaluate()
             hunt.look()
     except RAISED as error:
-        hunt.report.exception = error
+        sink_state(hunt.tracer)
+        abandoned(hunt.tracer, error)
+        hunt.report = verdict(hunt.tracer, error)
+        hunt.report.batch = hunt.batch if hunt.report.found and hunt.batch >= 0 else None
     finally:
         undo()
     return hunt.conclude(metrics)

@@ -14,6 +14,10 @@ ITEM = "<dt style='font-weight:600;margin-top:.5em'>{}</dt><dd style='margin:0 0
 NOTHING = "No non-finite number reached the result, the gradients, the parameters or the optimizer state."
 
 
+def listed(rows: list[int]) -> str:
+    return f"row{'s' * (len(rows) > 1)} " + ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
+
+
 @dataclass(eq=False, repr=False)
 class Report:
     """The first non-finite number that reached something that matters, or ``found = False``; then ``explanation`` tells
@@ -70,8 +74,8 @@ class Report:
     def items(self) -> list[tuple[str, list[str]]]:
         """(title, paragraphs): the one content behind text and card."""
         growth, others = " → ".join(f"{g:.3g}" for g in self.growth[-6:]), [o.headline for o in self.others]
-        listed = lambda rows: f"row{'s' * (len(rows) > 1)} " + ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
-        of = " of the tensor" if self.phase == "state" else ""
+        known = self.batch is None or self.examples or self.texts  # else its rows may be tokens
+        of = "" if known and self.phase != "state" else " of the tensor"
         rows = f"{listed(self.rows)}{of} (from 0, of {self.length})" if self.rows else ""
         verb = "are" if self.examples[1:] else "is"
         examples = f"which {verb} {listed(self.examples)} of the dataset" if self.examples else ""

@@ -44,6 +44,7 @@ HARMLESS = {
     "add": lambda by, wide: True,
 }
 GONE = Was(None, None)
+READS = ("tolist", "numpy")  # of a tensor, where they are no operation that is dispatched
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 
 
@@ -83,7 +84,8 @@ class Tracer(TorchDispatchMode):
     the place that called backward(). ``sinks``: (role, name) → the events behind what should be finite and is not.
     ``passed``: where forward has handed bad numbers on.
     Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
-    ``lifted``, that are made of Python numbers; ``dropped``, a sum → the events of what nansum has left out.
+    ``lifted``, made of Python numbers → the events behind what had been read by then; ``dropped``, a sum → the events
+    of what nansum has left out.
     Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``answer``, the
     last answer that a bad number gave (``tests``: storages of such), ``looked``: when it, or such a number, was read;
     ``chosen``, the last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``,
@@ -102,7 +104,7 @@ class Tracer(TorchDispatchMode):
         forwards = lambda: self.steps[-1] is None and torch._C._current_graph_task_id() == -1
         self.names, self.counts, self.taint = Names(), Counts(forwards), Taint()
         self.n, self.went_backward, self.engine, self.forward, self.outside, self.sinks = 0, -1, -1, {}, Place(), {}
-        self.put, self.came, self.lifted, self.passed, self.dropped = set(), set(), set(), set(), {}
+        self.put, self.came, self.passed, self.lifted, self.dropped = set(), set(), set(), {}, {}
         self.reads, self.tests, self.latest = {}, {}, {}
         self.last, self.chosen, self.answer, self.refused, self.sends = (), (), (), (), ()
         self.steps, self.optimizers, self.settings, self.growth, self.graded = [None], {}, {}, [], set()
@@ -113,13 +115,25 @@ class Tracer(TorchDispatchMode):
         before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
         self.hooks = [before(self.before_step), after(lambda *_: self.steps.pop())]
         self.backward, torch.autograd.backward = torch.autograd.backward, self.run_backward
+        for name in READS:
+            setattr(Tensor, name, self.reading(getattr(Tensor, name)))
         return super().__enter__()
 
     def __exit__(self, *exc):
         torch.autograd.backward = self.backward
+        for name in READS:
+            delattr(Tensor, name)
         for hook in self.hooks:
             hook.remove()
         return super().__exit__(*exc)
+
+    def reading(self, original: Callable) -> Callable:
+        def read(t: Tensor, *args, **kwargs) -> object:
+            with _disable_current_modes():
+                self.read(t, bad(t) if is_float(t) else "")
+            return original(t, *args, **kwargs)
+
+        return read
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple:
         """Look at what the optimizer is given. Its arguments, where a closure runs as what it is."""
@@ -198,7 +212,7 @@ class Tracer(TorchDispatchMode):
         here, backward, owner, note = self.names.here(), torch._C._current_graph_task_id() != -1, "", ""
         place = here.within(self.outside) if here.engine else here
         # Also in a hook of the backward pass; a weight that forward() itself writes is none that an optimizer moves.
-        stepping = self.steps[-1] is not None or (updates and not backward and not here.modules)
+        stepping = self.steps[-1] is not None or (updates and not backward and not here.modules and self.engine >= 0)
         if not backward or here.recomputed or stepping:
             phase = phase or ("optimizer" if stepping else "forward")
             place = place._replace(modules=() if stepping else place.modules)
@@ -237,13 +251,13 @@ class Tracer(TorchDispatchMode):
             self.refused = () if written or COLLECTIVE(name) else self.refuses(func, args, kwargs)
             raise
         self.n += 1
-        if torch.is_grad_enabled() and (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
+        if (number := torch.autograd._get_sequence_nr() - 1) not in self.forward:
             here, node = self.names.here(), torch._C._current_autograd_node()
             native = here.engine and not any(here[:2]) and node is not None  # a backward pass that is itself derived
             self.forward[number] = (self.made(node, here.within(self.outside))[0] if native else here, name)
         self.engine = self.engine if torch._C._current_graph_task_id() == -1 else self.n
         if name == "lift_fresh":
-            self.lifted |= {key_of(t) for t in args if is_float(t)}
+            self.lifted |= {key_of(t): self.reads.get(bad(t), ()) for t in args if is_float(t)}
         if COLLECTIVE(name):
             self.sent(func, args, out)
         if skip or (not self.taint and self.harmless(name, args)):
@@ -312,8 +326,7 @@ class Tracer(TorchDispatchMode):
         looks = (drawn or name == "_local_scalar_dense") and args and is_float(args[0])
         kind = bad(args[0]) if looks else ""
         if kind and not drawn:
-            if all(e.phase == "data" for e in self.reads.get(kind, ())):  # a sentinel may have been read before
-                self.reads[kind] = self.guilty(args[0])
+            self.read(args[0], kind)
         elif kind == "nan":
             self.chosen = self.guilty(args[0])  # argmax, long(), a drawn token
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
@@ -322,6 +335,11 @@ class Tracer(TorchDispatchMode):
             self.scaler_skips |= bool(args[2]) and float(args[0]) >= 1
         self.looked = self.n if kind else self.looked
         self.follow(name, args, out)
+
+    def read(self, t: Tensor, kind: str) -> None:
+        """Python takes the numbers out of a tensor."""
+        if kind and all(e.phase == "data" for e in self.reads.get(kind, ())):  # a sentinel may have been read before
+            self.reads[kind] = self.guilty(t)
 
     def follow(self, name: str, args: tuple, out: object) -> None:
         """Answers to the question whether a number is bad, and what is made of answers: how many there are."""
@@ -402,6 +420,8 @@ class Tracer(TorchDispatchMode):
         meant = (literal and not moved) or passed_on or (event.selects and not birth.fresh.all())
         event.deliberate = birth.kind != "nan" and bool(meant)
         inputs = [f"{a}{' (written since)' * (x is birth.out)}: {span(x)}" for a, x, _ in birth.inputs]
+        if (by := birth.get("other")) is not None and not is_float(by):
+            inputs.append(f"other: {span(by) if isinstance(by, Tensor) else by}")
         return event.about(birth.out, birth.fresh, inputs=inputs)
 
     def look_around(self, birth: Birth, phase: str, parents: tuple[Event, ...]) -> None:
@@ -454,7 +474,7 @@ class Tracer(TorchDispatchMode):
             self.sends, event.rows, event.length = (event,), [], 0
         event.amount += ", inf among them" * (kind == "nan" and bool(wide(whole).isinf().any()))
         if key_of(x) in self.lifted or name == UNNAMED:  # made of a bad number that had been read
-            event.parents = self.reads.get(kind, ())
+            event.parents = self.lifted.get(key_of(x)) or self.reads.get(kind, ())
         self.taint.record(x, [(None, (event,))])
         self.came.add(key_of(x))
         return (event,)

@@ -83,8 +83,12 @@ def span(t: Tensor) -> str:
     good = t[torch.isfinite(t)]
     if good.numel():
         text += " in [{:.3g}, {:.3g}]".format(*(v.item() for v in torch.aminmax(good)))
-    counts = {"zero": (t == 0).sum(), "inf": torch.isinf(t).sum(), "nan": torch.isnan(t).sum()}
-    return text + "".join(f", {int(n)} {name}" for name, n in counts.items() if n) + ", empty" * (t.numel() == 0)
+    counts = {"zero": t == 0, "inf": t == math.inf, "−inf": t == -math.inf, "nan": torch.isnan(t)}
+    return (
+        text
+        + "".join(f", {n} {name}" for name, at in counts.items() if (n := int(at.sum())))
+        + ", empty" * (t.numel() == 0)
+    )
 
 
 def as_list(value: object) -> list | tuple:

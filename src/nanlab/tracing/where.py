@@ -18,8 +18,10 @@ STDLIB = tuple({sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib")
 INSTALLED = ("site-packages", "dist-packages")
 HIDDEN, USER, LIBRARY, ENGINE, CHECKPOINT, MODULE = range(6)
 MACHINERY = {id(_engine_run_backward.__code__): ENGINE, id(nn.Module._call_impl.__code__): MODULE}
+SHOWN = ("distributions", "nn/utils/parametrizations", "nn/utils/spectral_norm")  # of torch, what computes
 OWNERS = (  # the first that fits; the course's cases stand for the reader's own code
     (CHECKPOINT, os.path.join(TORCH, "utils", "checkpoint.py")),
+    (LIBRARY, tuple(os.path.join(TORCH, *part.split("/")) for part in SHOWN)),
     (HIDDEN, (TORCH, PACKAGE + "tracing", "<frozen", "<eval_with_key", "<torch_package")),
     (USER, PACKAGE + "course"),
     (LIBRARY, PACKAGE),
