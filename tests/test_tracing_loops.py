@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanlab import locate
+from nanlab.errors import InputError
 
 line = lines_of(__file__)
 INF, NAN = math.inf, math.nan
@@ -99,6 +100,7 @@ def test_derivatives_in_forward_mode_do_not_end_the_interpreter():
     code = """
 import torch
 from nanlab import locate
+from nanlab.errors import InputError
 
 w, f = torch.tensor([0.5, 1.0]), lambda w: (w**3).sum()
 net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -1931,3 +1933,70 @@ def test_what_only_the_optimizer_shows_is_called_as_the_code_calls_it():
 
     report = locate(step)
     assert "gradient of hidden.0.weight" in report.story[-1], str(report)
+
+
+def test_the_story_ends_with_the_first_nan_of_the_phase():
+    w, x = leaf(0.5, 1.0), torch.tensor([200.0, 1.0])
+    optimizer = torch.optim.Adam([w], lr=0.1)
+
+    def step():
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = (w * x).exp().mean()  # first of the loop
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    report = locate(step)
+    assert verdict(report) == ("overflow", "forward", line("first of the loop")), str(report)
+    assert not any(told.startswith("optimizer") for told in report.story), str(report)
+
+
+def test_the_story_begins_where_the_inf_was_written():
+    scores = leaf(shape=(2, 4))
+
+    def step():
+        closed = scores.masked_fill(torch.tensor([False, False, False, True]), -INF)  # closed for both
+        student, teacher = closed.log_softmax(-1), closed.detach().log_softmax(-1)
+        return (student - teacher).exp().sum()  # the two cancel
+
+    report = locate(step)
+    assert verdict(report) == ("inf_minus_inf", "forward", line("the two cancel")), str(report)
+    assert line("closed for both") in report.story[0], str(report)
+
+
+@pytest.mark.parametrize(
+    ("divisor", "shown"), [(0, "other: 0"), (torch.tensor(0), "other: () int64 in [0, 0], 1 zero")]
+)
+def test_a_divisor_that_is_no_tensor_of_floats_is_shown(divisor, shown):
+    report = locate(lambda: (leaf(1.0, 2.0) / divisor).sum())
+    assert (report.cause, report.inputs[-1]) == ("division_by_zero", shown), str(report)
+
+
+def test_a_setting_of_zero_is_no_count():
+    accumulate = 2 // 4
+    adv = torch.zeros(3)
+    report = locate(lambda: (leaf(1.0, 2.0, 3.0) * adv).sum() / len(adv) / accumulate)
+    assert report.cause == "zero_over_zero", str(report)
+
+
+def test_a_logarithm_of_less_than_zero_says_so():
+    report = locate(lambda: leaf(-0.4, 1.0).log().sum())
+    assert report.cause == "log_of_zero"
+    assert "Here it is less than 0:" in report.explanation, str(report)
+    assert "less than 0:" not in locate(lambda: leaf(0.0, 1.0).log().sum()).explanation
+
+
+def test_what_torch_computes_in_python_has_its_line():
+    def step():
+        return torch.distributions.Dirichlet(torch.tensor([0.5, 0.5])).log_prob(torch.tensor([1.0, 0.0]))  # at an edge
+
+    report = locate(step)
+    assert report.source == line("at an edge"), str(report)
+    assert report.library.startswith("torch/distributions/dirichlet.py")
+
+
+@pytest.mark.parametrize("value", [5, "a", None, nn.Linear(1, 1)])
+def test_a_name_for_what_is_no_tensor_is_refused(value):
+    with pytest.raises(InputError, match=r"^locate\(\): optimiser is a \w+; give a tensor or a dict of tensors"):
+        locate(lambda: None, optimiser=value)

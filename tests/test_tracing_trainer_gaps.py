@@ -286,3 +286,147 @@ def test_a_bad_number_in_a_nested_input_has_a_row_of_the_dataset(make):
     report = locate(trainer)
     assert (report.cause, report.batch, report.rows, report.examples) == ("bad_input", 1, [1], [3]), str(report)
     assert report.op == "batch rejected['w']"
+
+
+# -- what a healthy batch leaves behind, and what raises between the batches -------------------------------------------
+def test_what_a_batch_leaves_on_the_trainer_for_the_next_is_made_there(make):
+    class Queue(InOrder):
+        queue = None
+
+        def compute_loss(self, model, inputs, **kwargs):
+            out = model(**inputs)
+            extra = 0 if self.queue is None else (out["logits"] @ self.queue.T).mean()
+            key = out["logits"].detach() * (inputs["x"] != 5)[:, None]
+            self.queue = key / key.norm(dim=1, keepdim=True)  # left on the trainer
+            return out["loss"] + extra
+
+    report = locate(make(Queue))
+    assert verdict(report) == ("zero_over_zero", "forward", line("left on the trainer")), str(report)
+
+
+def test_a_mask_that_a_batch_leaves_on_the_trainer_is_no_finding(make):
+    class Masked(InOrder):
+        mask = None
+
+        def compute_loss(self, model, inputs, **kwargs):
+            out = model(**inputs)
+            if self.mask is None:
+                self.mask = torch.tensor([0.0, 0.0, -INF])
+            return -(out["logits"] + self.mask).log_softmax(-1)[:, 0].mean()
+
+    report = locate(make(Masked))
+    assert not report.found, str(report)
+    assert "failed" not in report.explanation
+
+
+def test_a_callback_that_raises_at_a_nan_gets_the_place_where_it_was_made(make):
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            with torch.no_grad():
+                model.head.weight.div_(model.head.weight * 0)  # before it raises
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise RuntimeError("a weight is not finite")
+
+    report = locate(make(callbacks=[Spoil()]))
+    assert (report.source, report.batch) == (line("before it raises"), 0), str(report)
+    assert report.found
+    assert isinstance(report.exception, RuntimeError)
+
+
+def test_a_sampler_that_refuses_its_weights_gets_the_place_where_they_were_made(make):
+    class Weighted(InOrder):
+        def _get_train_sampler(self, *args, **kwargs):
+            weights = 1 / torch.tensor([2.0, 0.0])  # one over the frequency
+            return torch.utils.data.WeightedRandomSampler(weights, 8)
+
+    report = locate(make(Weighted))
+    assert (report.cause, report.source, report.batch) == ("division_by_zero", line("one over the frequency"), None)
+
+
+@pytest.mark.parametrize("way", [lambda w: w.tolist(), lambda w: w.numpy().copy(), lambda w: [one.item() for one in w]])
+def test_numbers_that_a_collator_hands_on_through_python_are_made_where_they_were_made(make, way):
+    class Weighted(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model(**inputs)["loss"]
+
+    def collate(rows):
+        count = torch.tensor([0.0 if row["x"] == 5 else 1.0 for row in rows])
+        weights = count / count  # through Python
+        batch = {k: torch.tensor([row[k] for row in rows]) for k in ("x", "labels")}
+        return {**batch, "w": torch.as_tensor(way(weights))}
+
+    trainer = make(Weighted, remove_unused_columns=False)
+    trainer.data_collator = collate
+    report = locate(trainer)
+    assert verdict(report) == ("zero_over_zero", "forward", line("through Python")), str(report)
+    assert report.examples == [5]
+    assert not {"tolist", "numpy"} & vars(torch.Tensor).keys()
+
+
+def test_a_number_for_the_whole_batch_says_of_which_rows_it_is_made(make):
+    class Whole(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model(**inputs)["loss"] / (inputs["x"] - 4).abs().sum().sub(1)  # zero for the third batch
+
+    report = locate(make(Whole))
+    assert (report.cause, report.batch) == ("division_by_zero", 2), str(report)
+    assert "The batch is made of rows 4, 5 of the dataset." in report.explanation
+
+
+def test_a_function_that_one_has_written_is_in_its_own_module(make):
+    class Clip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(kept := x.clamp(min=0))
+            return kept
+
+        @staticmethod
+        def backward(ctx, grad):
+            (kept,) = ctx.saved_tensors
+            return grad * kept / kept  # of its own
+
+    class Act(nn.Module):
+        def forward(self, x):
+            return Clip.apply(x)
+
+    model = Net()
+    model.head = nn.Sequential(nn.Linear(4, 4), Act(), nn.Linear(4, 3))
+    report = locate(make(model=model))
+    assert (report.source, report.module, report.phase) == (line("of its own"), "head.1", "backward"), str(report)
+
+
+def test_a_model_that_is_made_when_training_begins_is_not_told_as_an_update(make):
+    class Late(InOrder):
+        def train(self, *args, **kwargs):
+            with torch.no_grad():
+                self.model.emb.weight.div_(self.model.emb.weight.norm(dim=1, keepdim=True))  # before any backward
+            return super().train(*args, **kwargs)
+
+    report = locate(make(Late, model=Net(zero_row=0)))
+    assert verdict(report) == ("zero_over_zero", "forward", line("before any backward")), str(report)
+
+
+def test_the_reference_that_trl_updates_itself_is_watched(tmp_path):
+    pytest.importorskip("trl.experimental.bema_for_ref_model", reason="this trl has no such callback")
+    from trl import DPOConfig
+    from trl.experimental.bema_for_ref_model import BEMACallback, DPOTrainer
+
+    from nanlab.course import load_model, load_preferences
+
+    model, tokenizer = load_model("tiny")
+    args = DPOConfig(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False,
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    often = {"update_freq": 1, "ref_model_update_freq": 1, "update_ref_model": True}
+    update = BEMACallback(**often, bias_power=-60.0)  # 10^60
+    rows = load_preferences()["train"].select(range(4))
+    trainer = DPOTrainer(
+        model, load_model("tiny")[0], args, train_dataset=rows, processing_class=tokenizer, callbacks=[update]
+    )
+    report = locate(trainer)
+    assert report.found
+    assert "ref_model" in report.story[-1], str(report)
+    update.bias_power = 0.2
+    assert not locate(trainer).found
+    assert not list(tmp_path.iterdir())  # that callback saves a model when training ends

@@ -85,6 +85,8 @@ class Hunt:
             not type(c).__module__.startswith(LIBRARIES) or KEPT & {base.__name__ for base in type(c).__mro__}
         )
         handler.callbacks = list(filter(kept, handler.callbacks))
+        for callback in (c for c in handler.callbacks if type(c).__module__.startswith(LIBRARIES)):
+            callback.on_train_end = lambda *_, **__: None  # BEMA's saves a model
         vars(trainer.args).update(eval_on_start=False)
         vars(trainer).update(dict.fromkeys(SILENT, lambda *_, **__: None))
         self.original = getattr(trainer, METHODS[self.mode])
