@@ -222,6 +222,8 @@ BAD = {
     "no number": ["preflight", "{rows}", "--tokenizer", "{tokenizer}", "--max-length", "many"],
     "bad length": ["preflight", "{rows}", "--tokenizer", "{tokenizer}", "--max-length", "0"],
     "unknown tokenizer": ["preflight", "{rows}", "--tokenizer", "{folder}/nothing"],
+    "semicolons": ["preflight", "{semicolons}", "--tokenizer", "{tokenizer}"],
+    "tabs": ["preflight", "{tabs}", "--tokenizer", "{tokenizer}"],
     "unknown model": ["preflight", "{rows}", "--tokenizer", "{tokenizer}", "--model", "{folder}/nothing"],
     "missing rows": ["preflight", "{folder}/nothing.json", "--tokenizer", "{tokenizer}"],
     "unknown kind": ["preflight", "{text}", "--tokenizer", "{tokenizer}"],
@@ -257,6 +259,8 @@ def test_bad_input_is_one_line_on_stderr_and_status_2(name, put, tokenizer_dir, 
         "object": put("object.json", {"a": 1}),
         "parquet": put("rows.parquet", "hello"),
         "latin": str(tmp_path / "latin.json"),
+        "semicolons": put("semicolons.csv", "prompt;chosen;rejected\na, b;c;d\n"),
+        "tabs": put("tabs.csv", "prompt\tchosen\trejected\na\tb\tc\n"),
         "deep": put("deep.json", "[" * 100_000),
         "deepl": put("deep.jsonl", "[" * 100_000),
         "number": put("number.jsonl", '{"prompt": "a", "reward": ' + "9" * 5000 + "}"),
@@ -271,6 +275,42 @@ def test_bad_input_is_one_line_on_stderr_and_status_2(name, put, tokenizer_dir, 
     assert err.startswith("nanlab: ")
     assert err.count("\n") == 1
     assert err.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("semicolons.csv", ["preflight", "{file}", "--tokenizer", "{tokenizer}"], "a semicolon stands between"),
+        (
+            "rows.json",
+            ["preflight", "{file}", "--tokenizer", "./nothing"],
+            "'./nothing': no such folder, and no hub id",
+        ),
+        ("rows.json", ["preflight", "{file}", "--tokenizer", "tiny"], "a model of the course and a folder here"),
+        ("rows.json", ["run", "--method", "dpo", "--model", "tiny"], "write ./tiny if you mean the folder"),
+        (
+            "asked.json",
+            ["preflight", "{file}", "--tokenizer", "{tokenizer}"],
+            "found question; wanted e.g. prompt, chosen",
+        ),
+    ],
+)
+def test_bad_input_is_told_what_to_do(name, arguments, words, put, tokenizer_dir, tmp_path, capsys, monkeypatch):
+    contents = {"semicolons.csv": "prompt;chosen\na;b\n", "rows.json": ROWS, "asked.json": [{"question": "why?"}]}
+    file = put(name, contents[name])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert cli.main([argument.format(file=file, tokenizer=tokenizer_dir) for argument in arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_model_is_loaded_without_a_word_on_stderr(put, tokenizer_dir, tmp_path):
+    folder = damaged_model(tmp_path / "whole", lambda config, weights: (config, weights))
+    rows, command = put("rows.json", ROWS), [sys.executable, "-m", "nanlab", "preflight"]
+    done = subprocess.run(
+        [*command, rows, "--tokenizer", tokenizer_dir, "--model", folder], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (1, "")  # its vocabulary is too small
 
 
 def test_a_broken_line_is_named(put, tokenizer_dir, capsys):

@@ -150,11 +150,6 @@ RUNS = {
     ),
     # At rate 1 the loss dips below its start on some processors; at 3 it is ten times as high on all steps.
     "Adam at rate 3": (lambda folder: lm_run(folder, learning_rate=3.0, max_steps=20), {"gradual_divergence"}, 2),
-    "SGD at rate 30, no clipping": (
-        lambda folder: lm_run(folder, learning_rate=30.0, optim="sgd", max_grad_norm=1e9, max_steps=20),
-        {"gradient_not_finite", "gradual_divergence"},
-        None,
-    ),
     "warm-up and cosine": (
         lambda folder: lm_run(folder, learning_rate=1e-3, warmup_steps=5, lr_scheduler_type="cosine", max_steps=20),
         set(),
@@ -195,6 +190,25 @@ def test_a_run_folder_is_read_from_its_newest_checkpoint(tmp_path):
     assert autopsy(tmp_path).log.source.endswith("trainer_state.json")
     assert autopsy(tmp_path / "checkpoint-12").log.entries[-1]["step"] == 12
     assert autopsy(tmp_path / "checkpoint-4").codes == []
+
+
+def test_a_rate_that_explodes_at_once_is_a_climb_whatever_the_processor_makes_of_it(tmp_path):
+    """SGD at rate 30: on some the norm is inf from step 5 on, on others the loss is NaN at step 19."""
+    findings = autopsy(lm_run(tmp_path, learning_rate=30.0, optim="sgd", max_grad_norm=1e9, max_steps=20))
+    assert findings[findings.codes.index("gradual_divergence")].rows[0] == 2
+    assert set(findings.codes) <= {"gradual_divergence", "gradient_not_finite", "filter_footprint"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "footprint"),
+    [
+        ([5.6, 16, 1.9e3, 1.3e5, *[7e8] * 8], [2.1, 36, 7.4e2, 6e7, *[INF] * 8], "gradient_not_finite"),
+        ([5.6, 16, 1.9e3, 1.3e5, *[7e9] * 8, 0, 0], [2.1, 36, 7.4e2, 4e5, *[8e10] * 8, NAN, NAN], "filter_footprint"),
+    ],
+)
+def test_the_logs_of_such_a_run(losses, norms, footprint):
+    losses = [loss * (1 + n / 99) for n, loss in enumerate(losses)]
+    assert where(train(losses, norms)) == {footprint: 5 if footprint[0] == "g" else 13, "gradual_divergence": 2}
 
 
 # --------------------------------------------------------------------------------------------------- planted footprints
@@ -248,6 +262,11 @@ PLANTED = {
     ),
     "sudden_divergence": (train([*falling(20), NAN], [*steady(20), NAN]), 21, {"nan_loss"}),
     "repeated_loss": (train([*falling(9), *[1.23456789] * 4, 1.1], steady(14)), 10, set()),
+    "steps_guarded": (
+        train([*falling(9), *[1.23456789] * 4], steady(13), guard_skipped=[0] * 10 + [1, 2, 2]),
+        11,
+        set(),
+    ),
     "no_progress": (evals(1.5, 1.4, 1.2512345, 1.2512345, 1.2512345, eval_runtime=3.0), 30, set()),
     "bad_learning_rate": (train(falling(4), steady(4), [1e-5, 1e-5, NAN, NAN]), 3, set()),
     "nan_eval_loss": (train(falling(12), steady(12)) + evals(1.5, NAN), 20, set()),
@@ -295,6 +314,17 @@ def test_the_onset_of_a_divergence_is_found(seed):
     assert finding.code == "gradual_divergence"
     hidden = math.log(10**0.25) / math.log(growth)  # entries that still lie within the scatter of the calm part
     assert -3 <= finding.rows[0] - (calm + 1) <= hidden + 3
+
+
+def test_one_entry_alone_may_be_the_last_of_many():
+    found = {count: autopsy(train([NAN] * count, [NAN] * count)) for count in (1, 3)}
+    sure = {count: finding.confidence for count, f in found.items() for finding in f if finding.code == "never_finite"}
+    assert sure == {1: "likely", 3: "certain"}
+
+
+def test_a_log_without_a_loss_names_what_it_holds():
+    with pytest.raises(InputError, match=r"no log entry with a loss.*; found 'step', 'train_nll'$"):
+        autopsy([{"step": 1, "train_nll": 2.0}])
 
 
 def test_one_entry_is_told_in_the_singular():

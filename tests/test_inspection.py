@@ -835,6 +835,30 @@ def test_a_message_without_content_is_missing_text_unless_it_calls_a_tool():
     assert {f.code: list(f.rows) for f in findings} == {"missing_text": [0]}
 
 
+@pytest.mark.parametrize("args", [None, SFTConfig], ids=["alone", "SFT"])
+def test_only_an_empty_end_leaves_nothing_to_learn(args, tmp_path):
+    """An empty system message is common, and TRL trains on it."""
+    turns = lambda system, answer: [{"role": "system", "content": system}, *MESSAGES, *chat(answer)]
+    rows = [{"messages": turns("", "four")}, {"messages": turns("be kind", "")}, {"messages": turns("be kind", " ")}]
+    findings = look(rows, chat_tokenizer(), args=args and args(str(tmp_path), use_cpu=True, bf16=False))
+    assert {f.code: list(f.rows) for f in findings if f.code != "nan_filter_on"} == {"empty_text": [1, 2]}
+
+
+def test_answers_that_share_no_beginning_have_no_prompt(tmp_path):
+    rows = [{"chosen": "two and two is four", "rejected": "two and two is five"}, {"chosen": "four", "rejected": "six"}]
+    assert {f.code: list(f.rows) for f in look(rows)} == {"empty_prompt": [1]}
+    assert "empty_prompt" not in look(rows, args=RewardConfig(str(tmp_path), use_cpu=True, bf16=False)).codes
+
+
+@pytest.mark.parametrize("config", [SFTConfig, DPOConfig, KTOConfig, RewardConfig])
+def test_rewards_that_a_trainer_does_not_read_are_not_looked_at(config, tmp_path):
+    rows = [{**PAIR, "reward": None, "group": 1}, {**PAIR, "reward": 1.0, "group": [2]}]
+    assert not {"bad_reward", "group_of_one"} & {
+        *look(rows, args=config(str(tmp_path), use_cpu=True, bf16=False)).codes
+    }
+    assert "bad_reward" in look([{**row, "group": 1} for row in rows]).codes
+
+
 def test_a_number_beyond_all_floats_is_a_bad_reward():
     findings = look([*SCORED, {**SCORED[0], "reward": 10**400}])
     assert {f.code: list(f.rows) for f in findings} == {"bad_reward": [8]}

@@ -130,6 +130,10 @@ def test_what_is_no_tensor_is_named():
         triple_preference_loss(row, 0.0, 0.0)
     with pytest.raises(InputError, match=r"^completion_mask is a list: give a tensor$"):
         token_policy_loss(table, row, table.tolist())
+    with pytest.raises(InputError, match=r"^reference_nll is a NoneType: give a tensor or a number$"):
+        triple_preference_loss(row, row, None)
+    with pytest.raises(InputError, match=r"^beta='x': give a finite number$"):
+        dpo_loss(row, row, row, row, beta="x")
 
 
 # token_policy_loss

@@ -356,3 +356,18 @@ def test_shapes_that_do_not_fit_are_named():
     for wrong in ((logits[0], labels, mask), (logits, labels[:, 1:], mask), (logits, labels, mask[:, 1:])):
         with pytest.raises(InputError, match=r"expected \[B, T, V\], \[B, T\] and \[B, T\]"):
             token_logps(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: group_advantages([1.0, 2.0], torch.zeros(2)), "rewards"),
+        (lambda: group_advantages(torch.zeros(2), [0, 0]), "group"),
+        (lambda: masked_mean([1.0], torch.ones(1)), "values"),
+        (lambda: masked_sum(torch.ones(1), [True]), "mask"),
+        (lambda: token_logps([[[0.0]]], torch.zeros(1, 1), torch.ones(1, 1)), "logits"),
+    ],
+)
+def test_what_is_no_tensor_is_named(call, name):
+    with pytest.raises(InputError, match=rf"^{name} is a list: give a tensor$"):
+        call()

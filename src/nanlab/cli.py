@@ -21,6 +21,7 @@ from nanlab import __version__, files
 from nanlab.errors import InputError
 
 NOTHING, FOUND, BAD_INPUT = 0, 1, 2
+COURSE = ("tiny", "smollm2")  # models that come with the course
 STOPPED = 130  # what a shell gives a command that Ctrl-C ended
 PIPE_CLOSED = 141  # and one whose reader went away
 
@@ -128,7 +129,7 @@ def read_rows(path: Path):
         InputError: no such file, another kind of file, no rows in it, or text that is not JSON, named by line.
     """
     if not os.path.exists(path):  # unlike path.exists(), False also for a name that no system takes
-        raise InputError(f"{path}: no such file")
+        raise InputError(f"{path}: no such file, or in a folder that cannot be entered")
     if path.is_dir():
         raise InputError(f"{path}: is a folder; name the file of rows in it")
     reader = _READERS.get(path.suffix.lower())
@@ -137,7 +138,7 @@ def read_rows(path: Path):
     try:
         rows = reader(path)
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from error
+        raise InputError(f"{path}: not UTF-8 text at byte {error.start}; save it as UTF-8") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(rows) == 0:
@@ -186,18 +187,28 @@ def _read_parquet(path: Path):
         raise InputError(f"{path}: not a Parquet file: {error}") from error
 
 
+def _check_name(name: str | None) -> None:
+    if name in COURSE and Path(name).is_dir():
+        raise InputError(f"{name!r} is a model of the course and a folder here: write ./{name} if you mean the folder")
+
+
 _READERS = {**dict.fromkeys(files.READERS, _read_text), ".csv": _read_csv, ".parquet": _read_parquet}
 
 
 def _load(kind: str, name: str):
     """A tokenizer, or a model in the dtype it is stored in, by the course's name, a directory or a hub id."""
-    if name in ("tiny", "smollm2"):
+    _check_name(name)
+    if name in COURSE:
         from nanlab.course import load_model
 
         model, tokenizer = load_model(name)
         return model if kind == "model" else tokenizer
     import transformers
 
+    from nanlab.course.sources import HUB_ID
+
+    if "/" in name and not HUB_ID.fullmatch(name) and not os.path.isdir(name):
+        raise InputError(f"{kind} {name!r}: no such folder, and no hub id")
     load = {
         "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(name),
         "model": lambda: transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto"),
@@ -238,6 +249,7 @@ def _train(args: argparse.Namespace) -> int:
     from nanlab.course import quiet
 
     quiet()
+    _check_name(args.model)
     from nanlab.full_run import as_json, train_and_evaluate
 
     report = (lambda text: print(text, file=sys.stderr)) if args.json else print
@@ -291,7 +303,13 @@ COMMANDS = (
             (("--method",), {"required": True, "metavar": "NAME", "help": "tpo, token-tpo or dpo"}),
             (("--model",), {"metavar": "NAME", "help": "tiny, smollm2, a directory or hub id (the scale decides)"}),
             (("--dataset",), {"metavar": "FILE", "help": "preference rows: a file or hub id (the course's own)"}),
-            (("--output",), {"metavar": "DIR", "help": "continues what was stopped in it (runs/full_run-METHOD)"}),
+            (
+                ("--output",),
+                {
+                    "metavar": "DIR",
+                    "help": "goes on with a stopped run there, replaces an ended one (runs/full_run-METHOD)",
+                },
+            ),
             (("--scale",), {"metavar": "SIZE", "help": "tiny, small or full (NANLAB_SCALE, else the device decides)"}),
             (("--steps",), {"type": int, "metavar": "N", "help": "optimizer steps"}),
             (("--max-length",), {"type": int, "metavar": "N", "help": "tokens kept of prompt and answer together"}),
@@ -324,6 +342,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is returned."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # stderr is for the one line of bad input
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 has no arrow
     try:

@@ -48,8 +48,16 @@ def json_lines(path: Path) -> Table:
 
 
 def csv_table(path: Path) -> Table:
-    """Rows of a CSV file with a header, all cells text. Raises `InputError` for a row with more cells than columns."""
-    table = numbered(path, csv_rows(path.read_bytes().decode("utf-8-sig")))  # as bytes: a cell keeps its line ends
+    """Rows of a CSV file with a header, all cells text.
+
+    Raises `InputError` for another separator, and for a row with more cells than columns.
+    """
+    text = path.read_bytes().decode("utf-8-sig")  # as bytes: a cell keeps its line ends
+    header = text.partition("\n")[0]
+    for separator, name in ((";", "a semicolon"), ("\t", "a tab")):
+        if separator in header and "," not in header:
+            raise InputError(f"{path}: {name} stands between the columns of the header; put a comma there")
+    table = numbered(path, csv_rows(text))
     for place, row in table:
         if None in row:  # then cells stand under wrong names: a text with a comma and no quotes
             cells, columns = len(row) - 1 + len(row[None]), len(row) - 1

@@ -169,6 +169,17 @@ def _steps_skipped(log: Log) -> Seen | None:
     return Seen(steps[longest.start : longest.stop], "likely") if len(longest) >= 5 else None
 
 
+def _guarded(log: Log) -> list[float]:
+    """Steps that `nanlab.watch` has skipped: its count, which later entries repeat, has grown there."""
+    counts = [part.get("guard_skipped", 0.0) for part in log.train]
+    return [part["step"] for at, part in enumerate(log.train) if counts[at] > (counts[at - 1] if at else 0.0)]
+
+
+def _steps_guarded(log: Log) -> Seen | None:
+    steps = _guarded(log)
+    return Seen(steps) if steps else None
+
+
 def _repeated_loss(log: Log) -> Seen | None:
     """The same loss to the last digit. Rounded logs and losses in half precision repeat by themselves.
 
@@ -183,6 +194,7 @@ def _repeated_loss(log: Log) -> Seen | None:
     starting = np.abs(loss - math.log(2)) < 1e-5
     runs = [run for run in _runs(same & exact) if len(run) >= 2 and not starting[run[0]]]
     runs += [run for run in _runs(same & starting) if len(run) >= 9 and run.stop == len(loss)]
+    runs = [run for run in runs if not {*steps[run.start : run.stop]} & {*_guarded(log)}]  # that is why
     return Seen([step for run in runs for step in steps[run.start - 1 : run.stop]], "likely") if runs else None
 
 
@@ -363,7 +375,10 @@ def _death(log: Log) -> tuple[str, Seen] | None:
     climbs = onset is not None and len(places) - onset.start >= 3
     lost = not math.isfinite(loss := log.train[0].get("loss", math.nan)) or loss == 0
     sudden = "from the start" if log.dead_from == 0 and lost else "sudden"
-    sure = "likely" if log.zeros_for_nan else "certain"
+    alone = len(log.train) == 1  # it may be the last of many
+    sure = "likely" if log.zeros_for_nan or alone else "certain"
+    if (from_the_start := _worse_than_at_first(log)) is not None:
+        return from_the_start
     return ("gradual", _since(log, places[onset.start], sure)) if climbs else (sudden, _since(log, log.dead_from, sure))
 
 
@@ -400,7 +415,7 @@ def _loss_worse(log: Log, at: int) -> bool:
 
 def _worse_than_at_first(log: Log) -> tuple[str, Seen] | None:
     """A rate so high that the first step ruins the model leaves no calm stretch: loss and norm never come back."""
-    steps, loss, norm = log.train_array("loss", "grad_norm")
+    steps, loss, norm = log.train_array("loss", "grad_norm")[:, : log.dead_from]
     if log.rewards or len(steps) < 8 or not (loss[1:].min() > loss[0] > 0 and norm[1:].min() > norm[0]):
         return None
     worse = np.median(loss[1:]) > 1.5 * loss[0] and np.median(norm[1:]) > 3 * norm[0]
@@ -546,6 +561,14 @@ CHECKS = (
         "08_locate",
     ),
     Check(
+        "steps_guarded",
+        _steps_guarded,
+        "nanlab.watch refused steps, first at {at} ({entries}): something was NaN or inf there, and the loss of that "
+        "entry is of a batch that was left out.",
+        "Ask the guard (summary()), or run nanlab.locate(trainer) in the steps up to {at}.",
+        GUARD,
+    ),
+    Check(
         "repeated_loss",
         _repeated_loss,
         "The same loss to the last digit, first at {at} ({entries}): a filter stood in for NaN, or no step is taken.",
@@ -587,7 +610,7 @@ CHECKS = (
         _nan_metrics,
         "{detail}: not finite beside a finite loss, first at {at} ({entries}). NaN batches were left "
         "out of the loss (transformers 5.23 and later do so), or the metric is a mean over nothing.",
-        "Run nanlab.preflight on that data set; set logging_nan_inf_filter=False and evaluate again.",
+        "Run nanlab.preflight on that data set, or nanlab.locate(trainer); set logging_nan_inf_filter=False.",
         "10_case_tpo_evaluate",
     ),
     Check(

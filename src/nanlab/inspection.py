@@ -47,7 +47,7 @@ def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, 
         _check_loaded("model", model, "named_parameters")
     if args is not None and (isinstance(args, type) or not hasattr(args, "learning_rate")):
         raise InputError(f"args: got a {_kind(args)}; give the TrainingArguments, or a TRL configuration")
-    rows = Rows(dataset, text=getattr(args, "dataset_text_field", "text"))
+    rows = Rows(dataset, text=getattr(args, "dataset_text_field", "text"), unused=_unread(args))
     setup = Setup(tokenizer, args, model, length_limit(max_length, args), rows.names)
     seen, gathered = _look_at_rows(rows, setup)
     findings, dead = [], np.zeros(len(rows), dtype=bool)
@@ -68,6 +68,13 @@ def preflight(dataset, tokenizer, *, max_length: int | None = None, model=None, 
 def _check_loaded(what: str, given, attribute: str) -> None:
     if isinstance(given, type) or not hasattr(given, attribute):
         raise InputError(f"{what}: got a {_kind(given)}; give a loaded {what}, as from_pretrained(…) returns it")
+
+
+def _unread(args) -> tuple[str, ...]:
+    """Columns that no trainer will read: TRL's own trainers of these kinds know no rewards of rows."""
+    kind = type(args)
+    without = kind.__name__ in ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig")
+    return ("reward", "rewards", "group") if without and kind.__module__.startswith("trl.") else ()
 
 
 def _kind(given) -> str:
@@ -288,8 +295,8 @@ ROW_CHECKS = (
     RowCheck(
         "empty_prompt",
         partial(_has, "empty prompt"),
-        "{rows}: the prompt, or a message in it, is empty. The trainers keep such rows: an answer to nothing.",
-        "Look at where the prompt was lost; the rows can be trained on.",
+        "{rows}: the prompt is empty, or the answers share none. The trainers keep such rows: an answer to nothing.",
+        "Look at where the prompt was lost (a column that is not called prompt?); the rows can be trained on.",
         EMPTY,
         drop=False,
         confidence="likely",

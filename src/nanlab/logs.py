@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 
@@ -61,7 +62,10 @@ class Log:
         self.evals = [part for part in self.parts if eval_metrics(part)]
         self.summaries = [part for part in self.parts if "train_loss" in part]
         if not self.train and not self.evals and not self.summaries:
-            raise InputError(f"{source}: no log entry with a loss, a grad_norm, a train_loss or an eval_ metric in it")
+            found = ", ".join(map(repr, dict.fromkeys(name for entry in entries for name in entry))) or "nothing"
+            raise InputError(
+                f"{source}: no log entry with a loss, grad_norm, train_loss or eval_ metric; found {shorten(found, 99)}"
+            )
 
     def train_array(self, *names: str, start: int = 0) -> np.ndarray:
         """Step and metrics of the training entries from `start` that have them all: float64 `[1 + len(names), n]`."""

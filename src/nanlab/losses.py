@@ -8,6 +8,7 @@ gradient is 0 · NaN.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanlab.errors import InputError
-from nanlab.numerics import at_least_fp32
+from nanlab.numerics import at_least_fp32, check_tensors
 
 
 def dpo_loss(
@@ -81,6 +82,8 @@ def triple_preference_loss(
     if isinstance(reference_nll, Tensor):  # a plain float has the precision of the rows
         reference_nll = at_least_fp32(reference_nll)
         gold = {"reference_nll": reference_nll} if reference_nll.ndim else {}
+    elif not isinstance(reference_nll, Real):
+        raise InputError(f"reference_nll is a {type(reference_nll).__name__}: give a tensor or a number")
     _check_rows(chosen_logps=chosen_logps, rejected_logps=rejected_logps, **gold)
     _check_finite(beta=beta, alpha=alpha, gamma=gamma)
     margin = at_least_fp32(chosen_logps) - at_least_fp32(rejected_logps)
@@ -88,20 +91,15 @@ def triple_preference_loss(
     return preference + alpha * reference_nll if alpha else preference  # 0 · NaN is NaN: without weight, not read
 
 
-def _check_tensors(**columns: Tensor) -> None:
-    for name, column in columns.items():
-        if not isinstance(column, Tensor):
-            raise InputError(f"{name} is a {type(column).__name__}: give a tensor")
-
-
 def _check_finite(**factors: float) -> None:
     for name, factor in factors.items():
-        if not torch.as_tensor(factor).isfinite().all():
-            raise InputError(f"{name}={factor}: give a finite number")
+        number = isinstance(factor, Real | Tensor) and torch.as_tensor(factor).isfinite().all()
+        if not number:
+            raise InputError(f"{name}={factor!r}: give a finite number")
 
 
 def _check_rows(**columns: Tensor) -> None:
-    _check_tensors(**columns)
+    check_tensors(**columns)
     shapes = [column.shape for column in columns.values()]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         found = ", ".join(f"{name} {list(shape)}" for name, shape in zip(columns, shapes, strict=True))
@@ -144,7 +142,7 @@ def token_policy_loss(log_probs: Tensor, advantages: Tensor, completion_mask: Te
     Raises:
         InputError: no tensors, or shapes that do not fit.
     """
-    _check_tensors(log_probs=log_probs, advantages=advantages, completion_mask=completion_mask)
+    check_tensors(log_probs=log_probs, advantages=advantages, completion_mask=completion_mask)
     fits = log_probs.ndim == 2 and completion_mask.shape == log_probs.shape
     if not fits or advantages.shape not in (log_probs.shape[:1], log_probs.shape):
         raise InputError(

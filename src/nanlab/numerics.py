@@ -39,7 +39,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None =
     infinite derivative there (`log` or `sqrt` at 0), its backward still computes 0 · inf = NaN: mask its input too.
 
     Raises:
-        InputError: `mask` has another shape than `values`. (Broadcasting would hide a transposed mask.)
+        InputError: no tensors, or `mask` has another shape than `values`. (Broadcasting would hide a transposed mask.)
     """
     return _select(values, mask).sum(dim=dim)
 
@@ -55,7 +55,14 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None 
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
+def check_tensors(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{name} is a {type(value).__name__}: give a tensor")
+
+
 def _select(values: Tensor, mask: Tensor) -> Tensor:
+    check_tensors(values=values, mask=mask)
     if mask.shape != values.shape:
         raise InputError(f"mask has shape {list(mask.shape)}, values {list(values.shape)}: give both the same shape")
     return torch.where(mask.bool(), at_least_fp32(values), 0.0)
@@ -87,7 +94,7 @@ def group_advantages(rewards: Tensor, group: Tensor) -> Advantages:
     eps = 1e-4; and 0 is never reached. Half types have large steps: keep rewards in fp32 or fp64.
 
     Raises:
-        InputError: shapes differ, rewards are not float, or a reward is infinite.
+        InputError: no tensors, shapes that differ, rewards that are not float, or an infinite one.
     """
     _check_rewards(rewards, group)
     reward, group = rewards.detach().cpu().double(), group.cpu()  # not every device knows fp64
@@ -115,6 +122,7 @@ def _standardise(reward: Tensor, index: Tensor, floor: float) -> tuple[Tensor, T
 
 
 def _check_rewards(rewards: Tensor, group: Tensor) -> None:
+    check_tensors(rewards=rewards, group=group)
     if rewards.ndim != 1 or group.shape != rewards.shape:
         raise InputError(
             f"rewards have shape {list(rewards.shape)}, group {list(group.shape)}: give two vectors of one length"
@@ -146,6 +154,7 @@ def token_logps(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         InputError: shapes do not fit, labels are not int32 or int64, or a label that is used is outside the
             vocabulary.
     """
+    check_tensors(logits=logits, labels=labels, mask=mask)
     if logits.ndim != 3 or labels.shape != logits.shape[:2] or mask.shape != labels.shape:
         raise InputError(
             f"logits {list(logits.shape)}, labels {list(labels.shape)}, mask {list(mask.shape)}: "

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -42,18 +42,21 @@ def length_limit(max_length: int | None, args) -> int | None:
 class Rows:
     """Columns of a data set, a batch at a time; the same for a `datasets.Dataset` and for a list of dicts.
 
-    `text` is the column that is read as "text".
+    `text` is the column that is read as "text"; `unused` are names that nothing reads.
     """
 
-    def __init__(self, dataset, text: str = "text") -> None:
+    def __init__(self, dataset, text: str = "text", unused: Container[str] = ()) -> None:
         _check_kind(dataset)
         self._table = hasattr(dataset, "select_columns")
         names = dataset.column_names if self._table else _keys(dataset)
-        self._columns = {name: own for name in _USED if (own := text if name == "text" else name) in names}
+        self._columns = {
+            name: own for name in _USED if (own := text if name == "text" else name) in names and name not in unused
+        }
         self.names = [*self._columns]
         if not {"prompt", *ANSWERS, "text", "messages", "input_ids"} & set(self.names):
             raise InputError(
-                f"no column to look at: found {', '.join(map(str, names))}; wanted e.g. prompt, chosen, rejected"
+                f"no column to look at: found {', '.join(map(str, names))}; wanted e.g. prompt, chosen, rejected, or "
+                "prompt, completion, or text, messages, input_ids: rename yours"
             )
         used = [*dict.fromkeys(self._columns.values())]
         self._dataset = dataset.with_format(None).select_columns(used) if self._table else dataset
@@ -336,7 +339,8 @@ def _fault(value) -> str:
     said = [turn.get("tool_calls") or turn.get("content") for turn in value]
     if None in said or any(isinstance(one, str) and _is_torn(one) for one in said):
         return "missing" if None in said else "not text"
-    return "" if said and all(said) else "empty"
+    last = said[-1] if said else ""  # an empty system message, or one in the middle, leaves something to learn
+    return "" if (last.strip() if isinstance(last, str) else last) else "empty"
 
 
 def _prompt_fault(value) -> str:
@@ -467,6 +471,7 @@ def _pair(batch: Batch, row: int) -> Script:
     else:  # the prompt is what the answers share
         shared = min([len(answer) - 1 for answer in answers] + [_shared(answers[0], answer) for answer in answers[1:]])
         shared = shared if len(answers) > 1 else 0
+        batch.faults["empty prompt"][row] |= len(answers) > 1 and not shared and not setup.reward_model
         prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
     if isinstance(prompt, str):
         return Script((prompt, *(prompt + _ended(setup, answer) for answer in answers)))
