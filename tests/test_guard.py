@@ -1261,6 +1261,14 @@ def test_a_dead_trainer_returns_from_train_and_leaves_a_post_mortem(located, tmp
     assert math.isnan(guard.replay(folder).loss)
 
 
+@pytest.mark.parametrize("policy", ["skip", "off"])
+def test_a_guard_replays_before_its_trainer_has_trained(policy, located, tmp_path):
+    """As in a new process, when the run has ended."""
+    _, guard = trained(make_trainer(rows(8, {2}), tmp_path), "stop")
+    fresh = watch(make_trainer(rows(2), tmp_path), policy)
+    assert math.isnan(fresh.replay(guard.stopped.folder).loss)
+
+
 def test_raise_in_a_trainer(tmp_path):
     with pytest.raises(GuardStop, match="step 2 raised: loss is nan"):
         trained(make_trainer(rows(8, {2}), tmp_path), "raise")

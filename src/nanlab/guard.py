@@ -730,7 +730,6 @@ class _TrainerLink:
         guard.fatal = False
         guard.step_number = lambda: trainer.state.global_step + 1
         guard.log_tail = lambda: trainer.state.log_history[-LOG_TAIL:]
-        guard._call = functools.partial(trainer_loss, trainer)
         callback = _callback(self)
         trainer.add_callback(callback)
         guard._undo += [
@@ -990,6 +989,9 @@ def watch(
     if folder is None:
         folder = Path(trainer_or_model.args.output_dir) / "guard" if a_trainer else Path("guard")
     guard = Guard(policy, locate, max_consecutive, check_state, keep_on, folder)
+    guard.model = trainer_or_model.model if a_trainer else trainer_or_model  # `replay` may be asked for at once
+    if a_trainer:
+        guard._call = functools.partial(trainer_loss, trainer_or_model)
     if policy == "off":
         return guard
     if a_trainer:
