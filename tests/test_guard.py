@@ -1281,6 +1281,23 @@ def test_locate_in_a_trainer(located, tmp_path):
     assert math.isnan(guard.events[0].report.loss)
 
 
+def test_a_diagnosis_does_not_count_in_what_a_trainer_logs(located, tmp_path):
+    """TRL's trainers keep the numbers of every batch of which they compute the loss, until the next log entry."""
+    trainer = make_trainer(rows(8, {2}), tmp_path)
+    trainer.kept, trainer.batches, compute_loss = [], 0, trainer.compute_loss
+
+    def count(*args, **kwargs):
+        trainer.kept.append(trainer.state.global_step)
+        trainer.batches += 1
+        return compute_loss(*args, **kwargs)
+
+    trainer.compute_loss = count
+    _, guard = trained(trainer, locate=True)
+    assert guard.events[0].report.found
+    assert trainer.kept == [0, 1, 2, 3]
+    assert trainer.batches == 4
+
+
 def test_rollback_in_a_trainer_undoes_a_spoiled_parameter(tmp_path):
     from transformers import TrainerCallback
 

@@ -668,6 +668,7 @@ class Guard:
     def _locate(self, findings: tuple[Finding, ...], spoilt: bool) -> Any:
         """What `locate` finds in this step's batches on this rank; None if it finds nothing."""
         from nanlab.tracing import locate
+        from nanlab.tracing.undo import freeze
 
         late = findings[0].what in ("parameter", "optimizer state") and self._good is not None
 
@@ -681,12 +682,15 @@ class Guard:
             return loss
 
         one = self.optimizers[0] if len(self.optimizers) == 1 else None
+        # A Trainer that computes a loss again would also count it again in its next log entry.
+        undo = freeze([self._call], (nn.Module, torch.optim.Optimizer, Guard, _TrainerLink))
         try:
             report = locate(step, model=self.model, optimizer=one, **named_tensors(self._batches))
         except Exception as error:  # a run that survives its NaN must not die of the diagnosis
             logger.warning("locate could not replay the step: %s: %s", type(error).__name__, error)
             return None
         finally:
+            undo()
             self._put_back(spoilt)
         return report if report.found else None
 
