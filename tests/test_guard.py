@@ -115,11 +115,11 @@ def test_loop_ends_as_if_it_had_never_seen_the_bad_batches(policy, where, accumu
     assert summary.rows_lost == 6 * accumulation * len(bad)
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("policy", ["skip", "rollback", "late rollback"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["when needed", "one batch ahead"])
 @pytest.mark.parametrize("draw", [torch.randint, np.random.randint, random.randrange], ids=["torch", "numpy", "python"])
 def test_a_loop_that_draws_its_rows_does_not_draw_the_bad_ones_again(draw, ahead, policy):
-    """Truth: the same rows in the same order, with the bad step left out."""
+    """Truth: the same rows in the same order, with the bad step left out. "late": the optimizer has spoilt it."""
     data = torch.randn(1000, 4, generator=torch.Generator().manual_seed(1))
     seen = []
 
@@ -132,16 +132,21 @@ def test_a_loop_that_draws_its_rows_does_not_draw_the_bad_ones_again(draw, ahead
         torch.manual_seed(5), np.random.seed(5), random.seed(5)
         model = nn.Linear(4, 1)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
+        late, policy = policy.startswith("late"), policy.removeprefix("late ")
         guard, following = watch(model, policy, optimizer=optimizer), batch() if ahead else None
         for i in range(8):
             losses = []
             for _ in range(3):
                 x = following if ahead else batch()
-                losses.append(model(x).square().mean() * (math.nan if i in bad and policy != "off" else 1.0))
+                bad_loss = i in bad and policy != "off" and not late
+                losses.append(model(x).square().mean() * (math.nan if bad_loss else 1.0))
                 following = batch() if ahead else None
+                with torch.no_grad():
+                    model(x)
                 losses[-1].backward()
             if guard.allow_step(losses) and (policy != "off" or i not in bad):
                 optimizer.step()
+                model.weight.data += math.nan if i in bad and late else 0.0
                 guard.after_step()
             optimizer.zero_grad()
         return model.state_dict(), [list(rows) for rows in seen], guard
@@ -381,6 +386,28 @@ def test_rollback_undoes_a_step_that_spoiled_a_parameter_and_states_its_memory()
     assert "last good copy" in str(guard.summary())
 
 
+def test_rollback_undoes_what_was_spoilt_between_two_steps():
+    def inject(moment, i, model, optimizer, losses=None):
+        if moment == "between steps" and i == 2:
+            model[0].weight.data[0, 0] = math.nan
+
+    steps = make_batches(5)
+    model, opt, guard = loop(steps, "rollback", inject=inject)
+    assert [(event.step, event.what, event.action) for event in guard.events] == [(3, "loss", "rolled back")]
+    assert_identical(everything(model, opt), everything(*loop(steps[:2] + steps[3:], "off")[:2]))
+
+
+@pytest.mark.parametrize(("keep_on", "device"), [("cpu", "cpu"), ("device", None)])
+def test_the_last_good_copy_is_of_what_is_trained_and_lies_where_it_was_asked_for(keep_on, device):
+    model = make_model()
+    model[0].requires_grad_(False)
+    guard = watch(model, "rollback", optimizer=OPTIMIZERS["sgd"](model.parameters()), keep_on=keep_on)
+    assert {guard._good.device, guard._good_buffers.device} == {device}
+    copied = [*model.buffers(), *(p for p in model.parameters() if p.requires_grad)]
+    assert guard.summary().rollback_bytes == sum(t.nbytes for t in copied)
+    assert guard.summary().rollback_device == keep_on
+
+
 def load_checkpoint(model, optimizer):
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
 
@@ -489,6 +516,16 @@ def test_a_dead_run_stops_after_max_consecutive(tmp_path):
     with pytest.raises(GuardStop, match="3 steps in a row") as caught:
         loop(poison(make_batches(9), {1, 3, 4, 6, 7, 8}), max_consecutive=3, folder=tmp_path)
     assert caught.value.event.step == 9
+
+
+def test_a_run_of_which_every_step_is_rolled_back_is_dead(tmp_path):
+    def inject(moment, i, model, optimizer, losses=None):
+        if moment == "after the step":
+            model[0].weight.data[0, 0] = math.nan
+
+    with pytest.raises(GuardStop, match="3 steps in a row") as caught:
+        loop(make_batches(9), "rollback", inject=inject, max_consecutive=3, folder=tmp_path)
+    assert caught.value.event.step == 3
 
 
 def test_off_hooks_in_nothing():
@@ -615,6 +652,14 @@ def test_a_closure_that_fails_does_not_blind_the_guard():
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_a_forward_in_evaluation_mode_is_no_part_of_a_step():
+    model, x = make_model(), make_batches(1)[0][0]
+    guard = watch(model)
+    model.eval()(x)
+    with pytest.raises(InputError, match="has not run in training mode"):
+        guard.allow_step(0.0)
+
+
 def test_rollback_insists_on_after_step():
     model = make_model()
     guard = watch(model, "rollback", optimizer=OPTIMIZERS["sgd"](model.parameters()))
@@ -684,6 +729,20 @@ def test_several_optimizers_are_rolled_back_together():
     got, guard = run(bad=True)
     assert_identical(got, run(bad=False)[0])
     assert [(event.step, event.what) for event in guard.events] == [(4, "optimizer state")]
+
+
+def test_parameters_that_no_module_names_are_rolled_back_each():
+    """Of two losses: each is the first of its own optimizer."""
+    model, heads = nn.Linear(4, 4), [nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)]
+    optimizers = [OPTIMIZERS["sgd"](module.parameters()) for module in (model, *heads)]
+    guard = watch(model, "rollback", optimizer=optimizers)
+    before = [head.weight.detach().clone() for head in heads]
+    for i in (1, 2):
+        optimizers[i].param_groups[0]["lr"] = math.nan
+        assert not held_step(guard, sum(head(model(torch.ones(3, 4))).mean() for head in heads), optimizers)
+        assert guard.events[-1].name == f"parameter 0 of group 0 of optimizer {i}"
+        optimizers[i].param_groups[0]["lr"] = 1e-2
+    assert all(torch.equal(head.weight, weight) for head, weight in zip(heads, before, strict=True))
 
 
 class Preconditioned(torch.optim.SGD):
@@ -775,10 +834,19 @@ def test_the_guard_speaks_up_when_the_scaler_never_steps(tmp_path):
     assert len(guard.events) == 1
 
 
+def test_steps_that_the_scaler_skips_count_in_a_row_and_their_rows_are_their_own(tmp_path):
+    guard, model, optimizer, scaler = scaled(tmp_path)
+    falling = [math.inf] * (SCALER_PATIENCE - 1)
+    for gradient in (*falling, None, *falling):
+        assert scaled_step(guard, model, optimizer, scaler, gradient=gradient)
+    assert not scaled_step(guard, model, optimizer, scaler, factor=math.nan)
+    assert [event.rows for event in guard.events] == [6]
+
+
 # -- Locate and post-mortem --------------------------------------------------------------------------
 
 
-def fake_locate(step, *, model=None, optimizer=None, **tensors):
+def fake_locate(step, *, model=None, **tensors):
     """Stands in for `nanlab.locate`: runs the step, and reports its loss and what it was given."""
     loss = step()
     return SimpleNamespace(found=not math.isfinite(loss), loss=loss, tensors=tensors, model=model)
@@ -830,6 +898,9 @@ def test_a_loop_can_say_how_its_loss_is_computed(located):
     loss.backward()
     assert not guard.allow_step(loss, model, replay=compute)
     assert math.isnan(guard.events[0].report.loss)
+    model(x)
+    assert not guard.allow_step(math.nan, replay=lambda: model(torch.ones(6, 4)).mean())
+    assert guard.events[1].report is None  # nothing showed
 
 
 def test_a_diagnosis_that_fails_does_not_end_the_run(monkeypatch, caplog):
@@ -1383,6 +1454,36 @@ def test_a_resumed_run_knows_what_was_skipped_after_the_last_log(tmp_path):
     assert trainer.state.log_history[-1]["guard_skipped"] == 1
 
 
+def test_a_run_that_was_stopped_goes_on_when_its_trainer_is_told_to(tmp_path):
+    trainer = make_trainer(rows(8, {2}), tmp_path, model=tiny("Llama"), save_strategy="steps", save_steps=2)
+    _, guard = trained(trainer, "stop")
+    trainer.train_dataset = rows(8)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 4
+    assert guard.stopped is None
+    assert guard.summary().skipped_before_resume == 0  # it has the event of this guard itself
+    assert trainer.state.log_history[-1]["guard_skipped"] == 1
+
+
+def test_a_training_that_failed_leaves_no_verdict_to_the_next(tmp_path):
+    from transformers import TrainerCallback
+
+    class Fail(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 1 and trainer.train_dataset is bad:
+                raise ZeroDivisionError
+
+    bad = rows(8, {2})
+    trainer = make_trainer(bad, tmp_path)
+    trainer.add_callback(Fail())
+    guard = watch(trainer)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.train_dataset = rows(8)
+    trainer.train()
+    assert guard.events == []
+
+
 def test_the_log_of_a_second_training_does_not_count_what_the_first_skipped(tmp_path):
     trainer = make_trainer(rows(8, {2}), tmp_path)
     _, guard = trained(trainer)
@@ -1402,11 +1503,14 @@ def test_rows_are_those_of_the_loss_where_a_trainer_is_given_more(tmp_path):
 
 
 def test_rows_are_dataset_rows_also_where_a_collator_stacks_pairs(tmp_path):
+    from trl.experimental.tpo.tpo_trainer import DataCollatorForTriplePreference
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
     from nanlab.guard import _sequences_per_row
 
     assert _sequences_per_row(DataCollatorForPreference(pad_token_id=0)) == 2
+    for gold in (True, False):
+        assert _sequences_per_row(DataCollatorForTriplePreference(pad_token_id=0, include_reference=gold)) == 2 + gold
     assert _sequences_per_row(None) == 1
 
 
@@ -1421,6 +1525,20 @@ def test_the_real_locate_explains_a_bad_batch():
     assert not guard.allow_step(loss)
     assert guard.events[0].report.found
     assert guard.events[0].report.cause == "bad_input"
+
+
+def test_the_real_locate_explains_a_step_of_the_optimizer():
+    model = WithLoss()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    guard, x = watch(model, "rollback", optimizer=optimizer, locate=True), make_batches(1)[0][0]
+    (model(x).loss * 1e25).backward()  # finite; its square is not
+    assert guard.allow_step(0.0, replay=lambda: model(x).loss * 1e25)
+    optimizer.step()
+    assert not guard.after_step()
+    report = guard.events[0].report
+    assert (report.cause, report.phase) == ("overflow", "optimizer")
+    assert "exp_avg_sq of inner.0.weight" in str(report)
+    assert not optimizer.state
 
 
 def test_a_refused_step_puts_numpys_generator_back():
