@@ -612,6 +612,24 @@ def test_complex_numbers_are_looked_into(where, bad):
     assert [event.what for event in guard.events] == [where] * bad
 
 
+class Listed(nn.Module):
+    """Takes a list of dicts, as detection models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, items):
+        return self.linear(torch.stack([item["x"] for item in items])).mean()
+
+
+def test_the_items_of_a_list_are_its_rows():
+    model = Listed()
+    guard = watch(model)
+    assert not guard.allow_step(model([{"x": torch.ones(4)}] * 7) * math.nan)
+    assert guard.events[0].rows == 7
+
+
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
 def test_a_closure_is_part_of_its_step(kind, policy):

@@ -638,7 +638,7 @@ class Guard:
             self._begin(rng)
         self._note_draws(rng)
         self._record(args, kwargs, rng)
-        self._rows += _rows((args, kwargs))
+        self._rows += _rows(args[0] if args and isinstance(args[0], list) else (args, kwargs))
 
     def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._open and module.training and torch.is_grad_enabled() and not self._in_closure:
