@@ -528,6 +528,22 @@ def test_a_model_without_a_tokenizer(tmp_path, capsys):
     assert snapshot(tmp_path) == before
 
 
+def test_an_adapter_without_its_model(tmp_path, capsys):
+    """transformers loads the model below it too, but saves the adapter alone."""
+    peft = pytest.importorskip("peft")
+    model, tokenizer = load_model("tiny")
+    model.save_pretrained(tmp_path / "model")
+    model.name_or_path = str(tmp_path / "model")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["query_key_value"])).save_pretrained(tmp_path / "lora")
+    tokenizer.save_pretrained(tmp_path / "lora")
+    capsys.readouterr()  # saving may have shown its progress
+    before = snapshot(tmp_path)
+    arguments = ["run", "--method", "dpo", "--model", str(tmp_path / "lora"), "--output", str(tmp_path / "run")]
+    assert cli.main(arguments) == 2
+    assert "lora': is an adapter; merge it into its model (merge_and_unload)" in told(capsys)
+    assert snapshot(tmp_path) == before
+
+
 def test_a_tokenizer_of_another_model(tmp_path, capsys):
     model, tokenizer = load_model("tiny")
     model.resize_token_embeddings(100)

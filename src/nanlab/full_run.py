@@ -449,6 +449,10 @@ def _make_start(start: Path, plan: dict[str, Any], data: dict[str, Any]) -> None
 
 def _check_fit(plan: dict[str, Any], model, tokenizer, data: dict[str, Any]) -> None:
     """Do model, tokenizer and rows go together? Asked before the warm-up, which takes minutes for long rows."""
+    if getattr(model, "_hf_peft_config_loaded", False):  # the start would be saved as the adapter alone
+        raise InputError(
+            f"model {plan['model']!r}: is an adapter; merge it into its model (merge_and_unload), save that and name it"
+        )
     known, length = set(tokenizer.get_vocab().values()), plan["max_length"]
     if known <= set(tokenizer.all_special_ids):  # what transformers makes up where there are no files
         raise InputError(f"model {plan['model']!r}: holds no tokenizer; save one beside the weights")
