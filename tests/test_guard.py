@@ -1472,6 +1472,16 @@ def test_a_resumed_run_knows_what_was_skipped_after_the_last_log(tmp_path):
     assert trainer.state.log_history[-1]["guard_skipped"] == 1
 
 
+def test_a_step_outside_of_training_is_left_alone(tmp_path):
+    trainer = make_trainer(rows(4), tmp_path)
+    guard = watch(trainer)
+    batch = trainer.data_collator(rows(2))
+    assert math.isfinite(trainer.training_step(trainer.model, batch, torch.tensor(16)))
+    trainer.model.zero_grad()
+    trainer.train()
+    assert guard.steps_seen == 2
+
+
 def test_a_run_that_was_stopped_goes_on_when_its_trainer_is_told_to(tmp_path):
     trainer = make_trainer(rows(8, {2}), tmp_path, model=tiny("Llama"), save_strategy="steps", save_steps=2)
     _, guard = trained(trainer, "stop")

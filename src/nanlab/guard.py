@@ -773,6 +773,8 @@ class _TrainerLink:
 
     def training_step(self, original, model, inputs, *args, **kwargs):
         guard = self.guard
+        if not self.trainer.is_in_train:  # somebody tries a batch
+            return original(model, inputs, *args, **kwargs)
         if not guard._open:
             guard._begin(rng_state(guard.device))
         self.inside, recorded = True, len(guard._batches)
