@@ -278,8 +278,21 @@ class Expanded(nn.Module):
         return self.linear(x / self.mean)
 
 
+class Growing(nn.Module):
+    """Its buffer has another shape after each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        self.mean = torch.cat([self.mean, x.mean().view(1)])
+        return self.linear(x)
+
+
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-@pytest.mark.parametrize("kind", [FilledLater, Expanded])
+@pytest.mark.parametrize("kind", [FilledLater, Expanded, Growing])
 def test_unusual_buffers_are_put_back(kind, policy):
     model = kind()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -590,6 +603,12 @@ def test_bad_input_is_refused_in_one_line(call, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_without_the_right_to_write_is_refused(monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(InputError, match="the folder here cannot be written to"):
+        watch(make_model(), folder="here")
+
+
 @pytest.mark.parametrize("loss", [None, "1", [], [None], [[1.0]], {"loss": 1.0}, torch.tensor([])])
 def test_what_is_no_loss_is_refused(loss):
     model = make_model()
@@ -656,6 +675,18 @@ def test_a_closure_is_part_of_its_step(kind, policy):
     expected, _ = run([step for i, step in enumerate(steps) if i not in bad], "off")
     assert_identical(got, expected)
     assert lost == 12
+
+
+def test_a_closure_is_part_of_its_step_where_accelerate_wraps_the_optimizer_too():
+    from accelerate import Accelerator
+
+    model, x = make_model(), make_batches(1)[0][0]
+    optimizer = Accelerator(cpu=True).prepare_optimizer(OPTIMIZERS["sgd"](model.parameters()))
+    guard = watch(model, optimizer=optimizer)
+    assert guard.allow_step(model(x).mean())
+    optimizer.step(lambda: model(x).mean())
+    assert not guard.allow_step(model(x).mean() * math.nan)
+    assert guard.events[0].rows == 6
 
 
 def test_a_closure_that_fails_does_not_blind_the_guard():
@@ -1073,6 +1104,7 @@ def test_a_copy_of_a_watched_model_is_not_watched():
     copy.deepcopy(optimizer).step(lambda: torch.tensor(0.0))
     model(make_batches(1)[0][0])
     assert guard.allow_step(0.0)
+    watch(copy.deepcopy(model)).remove()  # it may be watched for itself
 
 
 def saved_and_loaded(model):
@@ -1235,8 +1267,10 @@ def test_the_schedule_goes_on_when_the_guard_is_removed_after_a_refused_step(tmp
     assert trainer.lr_scheduler.last_epoch > before
 
 
-def test_the_log_keeps_its_numbers_and_says_what_was_skipped(tmp_path):
-    trainer = make_trainer(rows(10, {4}), tmp_path)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_log_keeps_its_numbers_and_says_what_was_skipped(accumulation, tmp_path):
+    last_micro_batch = 6 * accumulation - 2  # of the third step
+    trainer = make_trainer(rows(10 * accumulation, {last_micro_batch}), tmp_path, accumulation)
     trained(trainer)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5]
@@ -1322,6 +1356,36 @@ def test_gradients_that_a_callback_spoils_after_clipping_are_refused(tmp_path):
     assert [(event.step, event.what) for event in guard.events] == [(3, "gradient")]
 
 
+def test_a_norm_that_a_callback_asks_for_after_the_step_is_no_verdict_on_the_next(tmp_path):
+    from transformers import TrainerCallback
+
+    class Norm(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            trainer.accelerator.clip_grad_norm_(model.parameters(), math.inf)
+
+    trainer = make_trainer(rows(8, {2}), tmp_path)
+    trainer.add_callback(Norm())
+    _, guard = trained(trainer)
+    assert [event.step for event in guard.events] == [2]
+
+
+def test_a_gradient_that_a_callback_adds_is_looked_at(tmp_path):
+    from transformers import TrainerCallback
+
+    class Add(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                extra.grad = torch.full_like(extra, math.nan)
+
+    trainer = make_trainer(rows(8), tmp_path)
+    extra = nn.Parameter(torch.zeros(2))
+    trainer.optimizer.add_param_group({"params": [extra]})
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1.0)
+    trainer.add_callback(Add())
+    _, guard = trained(trainer)
+    assert [(event.step, event.name) for event in guard.events] == [(2, "parameter 0 of group 1")]
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_clipping_healthy_gradients_costs_no_second_look(max_grad_norm, tmp_path):
     trainer = make_trainer(rows(8), tmp_path, max_grad_norm=max_grad_norm)
@@ -1334,6 +1398,16 @@ def test_clipping_healthy_gradients_costs_no_second_look(max_grad_norm, tmp_path
 
 def name_of(parameter, model):
     return next(name for name, p in model.named_parameters() if p is parameter)
+
+
+def test_the_post_mortem_of_a_trainer_runs_to_the_same_loss(located, tmp_path):
+    """Which is of all tokens of the step, whatever the micro-batch."""
+    trainer = make_trainer(rows(8), tmp_path, accumulation=2)
+    trainer.model.get_output_embeddings().weight.register_hook(lambda grad: grad * math.nan)
+    _, guard = trained(trainer, "stop")
+    folder = guard.stopped.folder
+    logged = json.loads((folder / "log_tail.json").read_text())["recent"][0]["loss"]
+    assert replay(folder, make_trainer(rows(2), tmp_path)).loss.item() == pytest.approx(logged, rel=1e-6)
 
 
 def test_a_dead_trainer_returns_from_train_and_leaves_a_post_mortem(located, tmp_path):
@@ -1356,6 +1430,36 @@ def test_a_guard_replays_before_its_trainer_has_trained(policy, located, tmp_pat
     _, guard = trained(make_trainer(rows(8, {2}), tmp_path), "stop")
     fresh = watch(make_trainer(rows(2), tmp_path), policy)
     assert math.isnan(fresh.replay(guard.stopped.folder).loss)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_refused_step_leaves_scaler_and_schedule_of_an_fp16_run_as_they_were(max_grad_norm, tmp_path, monkeypatch):
+    def run(data):
+        trainer = make_trainer(data, tmp_path, accumulation=2, max_grad_norm=max_grad_norm)
+        accelerator = trainer.accelerator  # it refuses fp16 on a CPU, where it works all the same
+        monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")
+        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", growth_interval=3)
+        got, guard = trained(trainer)
+        return got, (accelerator.scaler.state_dict(), trainer.lr_scheduler.last_epoch), guard
+
+    got, counted, guard = run(rows(20, {6, 16}))
+    assert [event.step for event in guard.events] == [2, 5]
+    expected, expected_counted, _ = run(without(rows(20), 4, {1, 4}))
+    assert_identical(got, expected)
+    assert counted == expected_counted
+    assert counted[1] == 3
+
+
+def test_deepspeed_is_refused_when_training_begins(tmp_path):
+    from transformers import TrainerCallback
+
+    callback = TrainerCallback()
+    callback.on_train_begin = lambda *args, **kwargs: vars(trainer).update(is_deepspeed_enabled=True)
+    trainer = make_trainer(rows(4), tmp_path)
+    trainer.add_callback(callback)
+    watch(trainer)
+    with pytest.raises(InputError, match="DeepSpeed steps inside backward"):
+        trainer.train()
 
 
 def test_raise_in_a_trainer(tmp_path):
