@@ -7,12 +7,21 @@ import re
 import statistics
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 import trl
 from datasets import Dataset, DatasetDict
 from torch.testing import assert_close
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainingArguments,
+)
 from trl.experimental import tpo
 
 from nanlab import trainers
@@ -256,6 +265,16 @@ def test_evaluate_is_the_plain_loop_whatever_the_batch_size_and_the_order(kind, 
     assert_metrics(trainer.evaluate(shuffled), expected)
 
 
+@pytest.mark.parametrize("kind", METHODS)
+def test_without_a_max_length_nothing_is_cut(kind, tmp_path, tokenizer, rows, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.MAX_LENGTH", 1_000)
+    long = [{**row, "reference": row["reference"] * 6, "chosen": row["chosen"] * 6} for row in rows]
+    assert max(len(tokenizer(row["reference"])["input_ids"]) for row in long) > 48
+    reference = make_model(seed=1) if kind == "dpo" else None
+    metrics = make_trainer(kind, tmp_path, tokenizer, rows, long, max_length=None).evaluate()
+    assert_metrics(metrics, plain_metrics(kind, tokenizer, long, make_model(), reference))
+
+
 def test_tokens_left_after_truncation_are_counted_as_the_collator_cuts():
     cuts = {"keep_start": lambda mask, n: mask[:n], "keep_end": lambda mask, n: mask[-n:]}
     for prompt, completion, mode in itertools.product(range(5), range(5), cuts):
@@ -264,6 +283,13 @@ def test_tokens_left_after_truncation_are_counted_as_the_collator_cuts():
             left = sum((mask if limit is None else cuts[mode](mask, limit))[1:])  # the first token has no predecessor
             counted = trainers._predicted_tokens(prompt, completion, limit, mode)
             assert max(counted, 0) == left, (prompt, completion, limit, mode)
+
+
+@pytest.mark.parametrize(("mode", "dropped"), [("keep_start", 1), ("keep_end", 0)])
+def test_a_prompt_that_is_too_long_leaves_tokens_where_the_end_is_kept(mode, dropped, tmp_path, tokenizer, rows):
+    data = [{**rows[0], "prompt": "word " * 200}, *rows]
+    metrics = make_trainer("dpo", tmp_path, tokenizer, rows, data, truncation_mode=mode).evaluate()
+    assert (metrics["eval_dropped_rows"], metrics["eval_excluded_rows"]) == (dropped, 0)
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -302,6 +328,7 @@ def test_each_data_set_has_its_own_count_of_dropped_rows(kind, tmp_path, tokeniz
     assert trainer.evaluate()["eval_dropped_rows"] == count
     assert trainer.evaluate(other)["eval_dropped_rows"] == 2 * count
     assert trainer.evaluate()["eval_dropped_rows"] == count
+    assert trainer.dropped_rows == {"train": 0, "eval": count}  # of what it was given at first
     both = trainer.evaluate({"good": data_for(kind, rows), "bad": other})
     assert both["eval_good_dropped_rows"] == 0
     assert both["eval_bad_dropped_rows"] == 2 * count
@@ -363,13 +390,17 @@ def test_a_log_entry_is_the_mean_over_any_number_of_micro_batches(tmp_path, toke
         loss = torch.tensor([1.0 if i < 1_000 else 0.0, torch.nan])
         trainer._record({"policy_loss": trainers.RowSum(loss, torch.ones(2))})
     assert len(trainer._seen["train"]._tables) < 2_000
+    logs = {"eval_loss": 0.0}
+    trainer.log(logs)
+    assert "policy_loss" not in logs  # an evaluation between two entries takes none of them
     logs = {"loss": 0.0}
     trainer.log(logs)
+    assert logs["loss"] == 0.0  # is the Trainer's own
     assert logs["policy_loss"] == pytest.approx(1 / 12, rel=1e-12)
     assert logs["excluded_rows"] == 12_000
     logs = {"loss": 0.0}
     trainer.log(logs)
-    assert "policy_loss" not in logs  # they were taken
+    assert logs.keys() <= {"loss", "epoch"}  # they were taken
 
 
 def test_a_second_training_logs_its_own_rows_only(tmp_path, tokenizer, rows):
@@ -399,6 +430,14 @@ def test_every_mean_is_over_the_same_rows(kind, tmp_path, tokenizer, rows):
         assert metrics[f"eval_{name}"] == pytest.approx(clean[f"eval_{name}"], rel=1e-5), name
 
 
+def test_without_any_weight_a_mean_is_nan_and_its_gradient_zero(tmp_path, tokenizer, rows):
+    trainer, sums = make_trainer("token-tpo", tmp_path, tokenizer, rows), torch.zeros(2, requires_grad=True)
+    loss = trainer._mean(trainers.RowSum(sums, torch.zeros(2)), None)
+    loss.backward()
+    assert math.isnan(loss)
+    assert sums.grad.tolist() == [0.0, 0.0]
+
+
 # --- training -------------------------------------------------------------------------------------------------------
 
 
@@ -425,6 +464,16 @@ def test_dpo_without_a_reference_starts_from_a_frozen_copy(tmp_path, tokenizer, 
     assert_close(trainer.ref_model.state_dict(), make_model().state_dict(), atol=0, rtol=0)
     assert not any(p.requires_grad for p in trainer.ref_model.parameters())
     assert_metrics(trainer.evaluate(), plain_metrics("dpo", tokenizer, rows, model, make_model()))
+
+
+def test_a_forward_that_a_model_has_of_its_own_is_left_to_it(tmp_path, tokenizer, rows):
+    model, calls = make_model(), []
+    forward = model.forward
+    model.forward = own = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, model=model)
+    assert model.forward is own
+    trainer.evaluate()
+    assert calls
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -510,6 +559,27 @@ def test_lora_uses_the_model_without_adapter_as_reference(tmp_path, tokenizer, r
     assert_metrics(after, plain_metrics("dpo", tokenizer, rows, merged, make_model()))
 
 
+def adapted(seed=0):
+    """The model with an adapter that has learned something already."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["query_key_value"], task_type="CAUSAL_LM", init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return peft.get_peft_model(make_model(), config)
+
+
+def test_a_model_that_comes_with_an_adapter_has_a_copy_of_it_as_reference(tmp_path, tokenizer, rows):
+    start = adapted().merge_and_unload()
+    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, model=adapted(), keywords={"ref_model": None}, max_steps=4,
+                           learning_rate=3e-2)  # fmt: skip
+    assert "ref" in trainer.model.peft_config
+    trainer.train()
+    metrics, twin = trainer.evaluate(), copy.deepcopy(trainer.model)
+    twin.delete_adapter("ref")
+    assert metrics["eval_loss"] < math.log(2) - 0.01
+    assert_metrics(metrics, plain_metrics("dpo", tokenizer, rows, twin.merge_and_unload(), start))
+
+
 @pytest.mark.parametrize("seed", [1, None])  # None: no reference is given
 def test_a_compiled_model_is_scored_the_same(seed, tmp_path, tokenizer, rows):
     options = {"torch_compile": True, "torch_compile_backend": "eager", "per_device_eval_batch_size": 4}
@@ -524,6 +594,13 @@ def test_precomputed_reference_gives_the_same_metrics(kind, tmp_path, tokenizer,
     assert "ref_chosen_logps" in trainer.eval_dataset.column_names
     assert_metrics(trainer.evaluate(), plain_metrics(kind, tokenizer, rows, make_model(), make_model(seed=1)))
     assert copy.deepcopy(trainer.model).forward.__self__ is not trainer.model
+
+
+def test_precomputing_needs_no_reference_in_memory(tmp_path, tokenizer, rows):
+    options = {"keywords": {"ref_model": None}, "precompute_ref_log_probs": True}
+    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, **options)
+    assert trainer.ref_model is None
+    assert_metrics(trainer.evaluate(), plain_metrics("dpo", tokenizer, rows, make_model(), make_model()))
 
 
 def test_several_gpus_in_one_process_do_not_split_the_batch(tmp_path, tokenizer, rows, monkeypatch):
@@ -566,15 +643,41 @@ def test_weights_of_two_types_come_back_from_a_checkpoint_unrounded(trained, tmp
     assert_close(train(tmp_path / "again", str(tmp_path / "checkpoint-2")), whole, atol=0, rtol=0)
 
 
-def test_the_best_model_comes_back_whole(tmp_path, tokenizer, rows):
+@pytest.mark.parametrize("make", [make_model, adapted], ids=["model", "adapter"])
+def test_the_best_model_comes_back_whole(make, tmp_path, tokenizer, rows):
     every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, max_steps=4, learning_rate=1e-2, **every_step, **best)
+    given = {"model": make(), "keywords": {"ref_model": make_model(seed=1) if make is make_model else None}}
+    options = {"max_steps": 4, "learning_rate": 1e-2, **every_step, **best}
+    trainer = make_trainer("dpo", tmp_path, tokenizer, rows, **given, **options)
     trainer.train()
     # As "best" counts the highest loss: that of an early step.
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert max(losses) > losses[-1] + 1e-3
     assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses), abs=1e-5)
+    trainer.state.best_model_checkpoint = str(tmp_path / "deleted")
+    trainer._load_best_model()  # the Trainer says so, and goes on
+
+
+def test_a_checkpoint_that_lacks_nothing_is_loaded_by_the_trainer_alone(tmp_path, tokenizer, rows):
+    options = {"vocab_size": 1536, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    make = lambda: LlamaForCausalLM(LlamaConfig(**options, num_attention_heads=2, eos_token_id=0, pad_token_id=1))
+    trainer = make_trainer("tpo", tmp_path, tokenizer, rows, model=make(), save_strategy="steps", save_steps=1)
+    trainer.train()
+    other = make_trainer("tpo", tmp_path, tokenizer, rows, model=make())
+    other._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert_close(other.model.state_dict(), trainer.model.state_dict(), atol=0, rtol=0)
+
+
+def test_a_weight_that_a_checkpoint_lacks_stays_as_it_is(tmp_path, tokenizer, rows):
+    make_trainer("tpo", tmp_path, tokenizer, rows, save_strategy="steps", save_steps=1).train()
+    file, lost = tmp_path / "checkpoint-1" / "model.safetensors", "gpt_neox.final_layer_norm.bias"
+    weights = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({n: w for n, w in weights.items() if n != lost}, file, metadata={"format": "pt"})
+    trainer = make_trainer("tpo", tmp_path, tokenizer, rows, model=make_model(seed=5))
+    trainer._load_from_checkpoint(str(file.parent))
+    assert trainer.model.gpt_neox.final_layer_norm.bias.equal(make_model(seed=5).gpt_neox.final_layer_norm.bias)
+    assert trainer.model.get_output_embeddings().weight.equal(weights["embed_out.weight"])
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -616,6 +719,13 @@ def test_a_data_set_without_text_is_refused(kind, empty, tmp_path, tokenizer, ro
     text = ", ".join(texts_of(kind))
     match = f"^train dataset: no row of {len(data)} has a prompt and text in {text}; fill these columns$"
     refuses(kind, tmp_path, tokenizer, Dataset.from_list(data), match)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_row_without_a_prompt_is_dropped(kind, tmp_path, tokenizer, rows):
+    data = [{**rows[0], "prompt": None}, *rows]
+    dropped = sum(row["prompt"] is None for row in data_for(kind, data))
+    assert make_trainer(kind, tmp_path, tokenizer, rows, data).evaluate()["eval_dropped_rows"] == dropped > 0
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -741,6 +851,20 @@ def test_a_router_loss_is_refused_and_not_forgotten(kind, tmp_path, tokenizer, r
 def test_a_function_that_would_never_be_called_is_refused(kind, name, tmp_path, tokenizer, rows):
     with pytest.raises(InputError, match=f"^{name}: {KINDS[kind][0].__name__} never calls it; leave it out"):
         make_trainer(kind, tmp_path, tokenizer, rows, keywords={name: lambda *args: {}})
+
+
+def test_token_tpo_needs_no_token_to_pad_with(tmp_path, tokenizer, rows):
+    expected = make_trainer("token-tpo", tmp_path, tokenizer, rows).evaluate()
+    found = make_trainer("token-tpo", tmp_path, tiny_tokenizer(), rows).evaluate()
+    assert tiny_tokenizer().pad_token is None
+    assert found["eval_loss"] == expected["eval_loss"]
+
+
+def test_token_tpo_takes_arguments_that_know_no_max_length(tmp_path, tokenizer, rows):
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    data = data_for("token-tpo", rows)
+    metrics = TokenTPOTrainer(make_model(), args, data, data, tokenizer).evaluate()
+    assert_metrics(metrics, plain_metrics("token-tpo", tokenizer, rows, make_model()))
 
 
 def test_token_tpo_asks_for_the_tokenizer(tmp_path, rows):
