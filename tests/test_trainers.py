@@ -728,6 +728,16 @@ def test_a_row_without_a_prompt_is_dropped(kind, tmp_path, tokenizer, rows):
     assert make_trainer(kind, tmp_path, tokenizer, rows, data).evaluate()["eval_dropped_rows"] == dropped > 0
 
 
+@pytest.mark.parametrize("kind", ["tpo", "dpo"])
+def test_a_data_set_of_tokens_alone_is_refused(kind, tmp_path, tokenizer, rows):
+    """TRL keeps the texts beside the tokens, and asks for them."""
+    trainer = make_trainer(kind, tmp_path, tokenizer, rows)
+    tokens = trainer.train_dataset.remove_columns(["chosen", "rejected"])
+    with pytest.raises(InputError, match=r"^eval dataset: no column 'chosen'; it has"):
+        trainer.evaluate(tokens)
+    refuses(kind, tmp_path, tokenizer, tokens, "^train dataset: no column 'chosen'; it has")
+
+
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_data_set_without_a_token_in_max_length_is_refused(kind, tmp_path, tokenizer, rows):
     data = data_for(kind, rows)

@@ -414,14 +414,14 @@ class _DropsEmptyRows:
     completions: tuple[str, ...]
 
     def __init__(self, *args, train_dataset=None, **kwargs):
-        if train_dataset is not None and not _is_prepared(train_dataset):
+        if train_dataset is not None:
             _check_columns(train_dataset, "train", self.completions)  # TRL's DPO reads a row before it prepares any
         super().__init__(*args, train_dataset=train_dataset, **kwargs)
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        _check_columns(dataset, dataset_name, self.completions)
         if _is_prepared(dataset):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        _check_columns(dataset, dataset_name, self.completions)
         columns = [column for column in ("prompt", *self.completions) if column in dataset.column_names]
         _check_rows(dataset, dataset_name, dict.fromkeys(columns, _TEXT_OR_CHAT))
         before = len(dataset)
