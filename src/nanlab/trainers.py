@@ -91,8 +91,7 @@ class _Means:
         self._excluded += int((~finite).sum())
         columns = rows[finite].T.unflatten(0, (len(self._names), 2))
         for name, (sums, weights) in zip(self._names, columns, strict=True):
-            values = torch.where(weights > 0, sums / weights, torch.nan)  # without weight they do not count
-            self._means.setdefault(name, WeightedMean()).update(values, weights)
+            self._means.setdefault(name, WeightedMean()).update(sums / weights, weights)  # no weight: does not count
 
 
 # Arguments of the Trainer for what it computes out of logits. `evaluate()` keeps none, and there is one loss.
@@ -706,7 +705,7 @@ class _TokenPolicyCollator:
         for i, row in enumerate(rows):
             start, end = len(row["prompt_ids"]), len(row["prompt_ids"]) + len(row["completion_ids"])
             ids[i, :end] = torch.tensor(row["prompt_ids"] + row["completion_ids"])
-            attention[i, :end], completion[i, max(start, 1) : end] = 1, 1
+            attention[i, :end], completion[i, start:end] = 1, 1
         advantages = torch.tensor([row["advantages"] for row in rows], dtype=torch.float32)
         return {
             "input_ids": ids, "attention_mask": attention, "completion_mask": completion, "advantages": advantages,
