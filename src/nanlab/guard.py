@@ -726,7 +726,7 @@ class _TrainerLink:
         self.inside = False  # within training_step: evaluation calls compute_loss too
         self.findings: tuple[Finding, ...] | None = None  # of this step, made before clipping
         self.looked_at: list[tuple[Tensor, int]] = []  # the gradients of which these findings are
-        self.skipped_before = self.events_before = 0  # when this training began
+        self.skipped_elsewhere = 0  # steps of this run that are no event of the guard: before it was resumed
         self.last_loss: Tensor | float = 0.0
         self.per_train: list[Callable[[], None]] = []
         self.filter_off = False
@@ -756,8 +756,9 @@ class _TrainerLink:
         noted = [
             entry.get("guard_skipped", 0) for entry in (*trainer.state.log_history, trainer.state.stateful_callbacks)
         ]
-        self.skipped_before, self.events_before = max(noted), len(guard.events)
-        guard.skipped_before_resume = max(self.skipped_before - len(guard.events), 0)
+        # Below 0 where the guard has events of another run: a training before this one.
+        self.skipped_elsewhere = max(noted) - len(guard.events)
+        guard.skipped_before_resume = max(self.skipped_elsewhere, 0)
         self.per_train = [
             # the last step's mark would hold the schedule for good: without a scaler nobody else takes it off
             functools.partial(setattr, trainer.optimizer, "_is_overflow", False),
@@ -852,7 +853,7 @@ class _TrainerLink:
 
     def note(self, *entries: dict) -> None:
         """Say how much this run has skipped so far: it reaches trainer_state.json, and a run that is resumed."""
-        if skipped := self.skipped_before + len(self.guard.events) - self.events_before:
+        if skipped := self.skipped_elsewhere + len(self.guard.events):
             for entry in entries:
                 entry["guard_skipped"] = skipped
 
