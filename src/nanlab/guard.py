@@ -630,8 +630,12 @@ class Guard:
         if model is not None and model is not self._watched:
             raise InputError(f"{call}: this is not the model that is watched; call watch() on the model you train")
 
+    def _trains(self, module: nn.Module) -> bool:
+        """Is a forward that runs now part of a training step, and not of an evaluation or a closure?"""
+        return module.training and torch.is_grad_enabled() and not self._in_closure
+
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not module.training or not torch.is_grad_enabled() or self._in_closure:
+        if not self._trains(module):
             return
         rng = rng_state(self.device)
         if not self._open:
@@ -641,7 +645,7 @@ class Guard:
         self._rows += _rows(args[0] if args and isinstance(args[0], list) else (args, kwargs))
 
     def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._open and module.training and torch.is_grad_enabled() and not self._in_closure:
+        if self._open and self._trains(module):
             self._rng_after = rng_state(self.device)
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple:
