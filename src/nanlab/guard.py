@@ -981,15 +981,13 @@ def watch(
     )
     a_module = isinstance(trainer_or_model, nn.Module)
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else () if optimizer is None else (optimizer,)
-    strange = next((o for o in optimizers if not hasattr(o, "param_groups")), None)
+    strange = ", ".join(_kind(o) for o in optimizers if not hasattr(o, "param_groups"))
     wrong = {
         f"{_kind(trainer_or_model)} is neither a Trainer nor a torch.nn.Module": not a_trainer and not a_module,
         "a Trainer brings its own optimizer and scaler; leave out optimizer= and scaler=": (
             a_trainer and not (optimizer is None and scaler is None)
         ),
-        f"optimizer is a {_kind(strange)}; give the optimizer of your loop": (
-            any(not hasattr(o, "param_groups") for o in optimizers)
-        ),
+        f"optimizer is a {strange}; give the optimizer of your loop": bool(strange),
         f"scaler is a {_kind(scaler)}; give the GradScaler of your loop": (
             scaler is not None and not hasattr(scaler, "is_enabled")
         ),
