@@ -492,18 +492,22 @@ class Guard:
             return True
         why = f"no step has been taken for {self.scaler_skips} steps: {findings[0]} although the loss is finite"
         scale = f"the loss scale has fallen to {self.scaler.get_scale():g}"
-        self._refuse(findings, reason=f"{why}; {scale}", dead=True)
+        self._refuse(findings, dead=f"{why}; {scale}")
         return False
 
-    def _refuse(self, findings, *, undone: bool = True, reason: str = "", dead: bool = False) -> None:
-        """Undo the step, write it down, and end the run where the policy says so or nothing else is left."""
+    def _refuse(self, findings: tuple[Finding, ...], *, undone: bool = True, dead: str = "") -> None:
+        """Undo the step, write it down, and end the run where the policy says so or nothing else is left.
+
+        undone: False if the step has spoilt what cannot be put back. dead: why there is no use in going on, if so.
+        """
         self.consecutive += 1
         spoilt = self._good is not None and bool(self._findings(self._after_step()))  # by this step, or between steps
         self._put_back(spoilt)
         report = self._locate(findings, spoilt) if self.locate else None
-        ending = self.policy in ("stop", "raise") or dead or not undone or self.consecutive >= self.max_consecutive
+        too_many = self.consecutive >= self.max_consecutive
+        ending = self.policy in ("stop", "raise") or too_many or not undone or bool(dead)
         action = "raised" if self.policy == "raise" else "stopped" if ending else "rolled back" if spoilt else "skipped"
-        reason = reason or self._reason(findings, undone)
+        reason = dead or self._reason(findings, undone)
         event = Event(self.step_number(), action, reason, findings, sum(_gather(self._rows)), report)
         self.events.append(event)
         if _rank() == 0:
