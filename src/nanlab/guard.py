@@ -295,7 +295,9 @@ class Guard:
         self._undo: list[Callable[[], None]] = []
         self._good: Snapshot | None = None  # parameters and the optimizer's numbers
         self._good_buffers: Snapshot | None = None
-        self._open = self._unchecked = self._in_closure = False
+        self._open = False  # a step has begun, and is not decided yet
+        self._unchecked = False  # the optimizer was allowed to step, and what it wrote is not looked at yet
+        self._in_closure = False
 
     # Before training
 
@@ -412,7 +414,8 @@ class Guard:
         """
         self._drew = self._drew or not same_rng(now, self._rng_after)
 
-    def _before_step(self) -> dict[str, list[tuple[str, Tensor]]]:
+    def _numbers_before(self) -> dict[str, list[tuple[str, Tensor]]]:
+        """What is looked at in front of `optimizer.step`."""
         count = len(self._losses)
         table = {
             "loss": [
@@ -432,7 +435,8 @@ class Guard:
         """Each gradient with the number of times it was written to: equal as long as nothing has changed them."""
         return [(p.grad, p.grad._version) for _, p in self._parameters if p.grad is not None]
 
-    def _after_step(self) -> dict[str, list[tuple[str, Tensor]]]:
+    def _numbers_after(self) -> dict[str, list[tuple[str, Tensor]]]:
+        """What is looked at behind `optimizer.step`: what it may have written."""
         # Adam's step counter lives on the CPU and is a count: nothing to find, and a slow thing to look at.
         state = {name: owner[key] for name, (owner, key) in self._state().items() if key != "step"}
         return {
@@ -451,7 +455,7 @@ class Guard:
         every = [finding for findings in _gather(mine) for finding in findings]
         return tuple(sorted(every, key=lambda f: (list(table).index(f.what), f.rank)))
 
-    def _allow(self, findings: tuple[Finding, ...]) -> bool:
+    def _decide_before(self, findings: tuple[Finding, ...]) -> bool:
         """The branch in front of `optimizer.step`."""
         self.steps_seen += 1
         self.recent.append((self.step_number(), self._losses))
@@ -468,12 +472,12 @@ class Guard:
             self.consecutive = 0
         return True
 
-    def _kept(self) -> bool:
+    def _decide_after(self) -> bool:
         """After `optimizer.step`: True if it left parameters and optimizer state finite, else undone if possible."""
         if not self._unchecked:
             return True
         self._unchecked = False
-        if findings := self._findings(self._after_step()):
+        if findings := self._findings(self._numbers_after()):
             self._refuse(findings, undone=self._good is not None)
             return False
         self.consecutive = 0
@@ -501,7 +505,8 @@ class Guard:
         undone: False if the step has spoilt what cannot be put back. dead: why there is no use in going on, if so.
         """
         self.consecutive += 1
-        spoilt = self._good is not None and bool(self._findings(self._after_step()))  # by this step, or between steps
+        # Spoilt by this step, or between steps.
+        spoilt = self._good is not None and bool(self._findings(self._numbers_after()))
         self._put_back(spoilt)
         report = self._locate(findings, spoilt) if self.locate else None
         too_many = self.consecutive >= self.max_consecutive
@@ -613,12 +618,12 @@ class Guard:
             )
         self._losses = [x.detach() if torch.is_tensor(x) else torch.tensor(x, device=self.device) for x in losses]
         self._replay = replay
-        findings = self._findings(self._before_step())
+        findings = self._findings(self._numbers_before())
         if findings or self.check_state:  # what is drawn from here on is the optimizer's, and is undone with its step
             now = rng_state(self.device)
             self._note_draws(now)
             self._rng = now if self._drew else self._rng
-        return self._allow(findings)
+        return self._decide_before(findings)
 
     def after_step(self, model: nn.Module | None = None) -> bool:
         """Check what `optimizer.step` has written: True if parameters and optimizer state are finite.
@@ -628,7 +633,7 @@ class Guard:
         if self.policy == "off":
             return True
         self._check_model("after_step", model)
-        return self._kept()
+        return self._decide_after()
 
     def _check_model(self, call: str, model: nn.Module | None) -> None:
         if model is not None and model is not self._watched:
@@ -829,7 +834,7 @@ class _TrainerLink:
         """
         self.restore_filter()
         if self.findings is None or (not self.findings and self.changed()):
-            self.findings = self.guard._findings(self.guard._before_step())
+            self.findings = self.guard._findings(self.guard._numbers_before())
             self.looked_at = self.guard._gradients_now()
         return self.findings
 
@@ -852,10 +857,10 @@ class _TrainerLink:
             return original(*args, **kwargs)
         findings = self.look()
         self.findings, self.looked_at = None, []
-        kept = self.guard._allow(findings)
+        kept = self.guard._decide_before(findings)
         if kept:
             original(*args, **kwargs)
-            kept = self.guard._kept()
+            kept = self.guard._decide_after()
         if not kept or self.guard.scaler is None:  # with a scaler, accelerate has set it already
             self.trainer.optimizer._is_overflow = not kept
 
