@@ -225,8 +225,7 @@ def _rows(batch: Any) -> int:
 
 
 def _sequences_per_row(collator: Any) -> int:
-    names = [c.__name__ for c in type(collator).__mro__]
-    found = next((SEQUENCES_PER_ROW[name] for name in names if name in SEQUENCES_PER_ROW), 1)
+    found = max(SEQUENCES_PER_ROW.get(c.__name__, 1) for c in type(collator).__mro__)
     return found - 1 if getattr(collator, "include_reference", True) is False else found
 
 
