@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from nanlab import cli, full_run
 from nanlab.course.materials import load_model, load_preferences, tiny_tokenizer
@@ -542,6 +542,30 @@ def test_an_adapter_without_its_model(tmp_path, capsys):
     assert cli.main(arguments) == 2
     assert "lora': is an adapter; merge it into its model (merge_and_unload)" in told(capsys)
     assert snapshot(tmp_path) == before
+
+
+def test_an_encoder_that_sees_the_future(tmp_path, capsys):
+    _, tokenizer = load_model("tiny")
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    capsys.readouterr()  # saving may have shown its progress
+    before = snapshot(tmp_path)
+    arguments = ["run", "--method", "dpo", "--model", str(tmp_path / "bert"), "--output", str(tmp_path / "run")]
+    assert cli.main(arguments) == 2
+    assert "bert': what it says at a token depends on later ones" in told(capsys)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_model_that_the_run_would_clear_away(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    folder = tmp_path / "run"
+    arguments = ["run", "--method", "dpo", "--model", str(folder / "checkpoint-3"), "--output", str(folder)]
+    assert cli.main(arguments) == 2
+    assert "which a new run clears; choose another --output" in told(capsys)
+    assert (folder / "checkpoint-3").is_dir()
 
 
 def test_a_tokenizer_of_another_model(tmp_path, capsys):

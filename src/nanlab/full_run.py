@@ -171,6 +171,8 @@ def train_and_evaluate(
     """
     plan = _plan(method, model, dataset, size, steps, max_length, memory_gb, seed)
     folder = Path(f"runs/full_run-{method}" if output is None else output)
+    if os.path.exists(plan["model"]) and folder.resolve() in Path(plan["model"]).resolve().parents:
+        raise InputError(f"model {plan['model']!r}: lies in {folder}, which a new run clears; choose another --output")
     try:
         return _all_stages(METHODS[method], plan, folder, _Stages(report))
     except KeyboardInterrupt as stop:
@@ -476,6 +478,19 @@ def _check_fit(plan: dict[str, Any], model, tokenizer, data: dict[str, Any]) -> 
             f"model {plan['model']!r}: its vocabulary has {size} tokens, and its tokenizer makes token {highest} of "
             "the rows; use the tokenizer that belongs to it"
         )
+    if _sees_the_future(model):
+        raise InputError(
+            f"model {plan['model']!r}: what it says at a token depends on later ones: its losses would be finite "
+            "and wrong; use a causal language model (an encoder is none)"
+        )
+
+
+@torch.no_grad()
+def _sees_the_future(model) -> bool:
+    """Does another last token change what is said at an earlier one?"""
+    ids = torch.tensor([[0, 0, 0], [0, 0, 1]], device=model.device)
+    one, other = model(input_ids=ids).logits[:, :2].float()
+    return bool((one - other).abs().max() > 1e-3 * one.abs().max())
 
 
 def _positions(model) -> int:
