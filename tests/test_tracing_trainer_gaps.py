@@ -430,3 +430,42 @@ def test_the_reference_that_trl_updates_itself_is_watched(tmp_path):
     update.bias_power = 0.2
     assert not locate(trainer).found
     assert not list(tmp_path.iterdir())  # that callback saves a model when training ends
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_metric_of_trl_that_is_not_finite_is_named(tmp_path, mode):
+    from trl import DPOConfig, DPOTrainer
+
+    from nanlab.course import load_model, load_preferences
+
+    class Measured(DPOTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            hard = inputs["input_ids"].sum() < 0
+            self._metrics["train" if model.training else "eval"]["share"].append((hard / hard).item())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    model, tokenizer = load_model("tiny")
+    args = DPOConfig(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False,
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    rows = load_preferences()["train"].select(range(4))
+    trainer = Measured(
+        model, load_model("tiny")[0], args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer
+    )
+    report = locate(trainer, mode=mode)
+    assert not report.found
+    assert report.explanation.startswith("Not finite, although no batch was to blame: share."), str(report)
+
+
+def test_a_batch_of_prompts_has_rows_of_the_dataset(make):
+    class Prompts(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            x = torch.tensor([len(row["prompt"]) for row in inputs])
+            return model(x, labels=x % 3)["loss"] / (x != 5).sum()  # no prompt is left
+
+    trainer = make(Prompts, rows=[{"prompt": "a" * (n // 2)} for n in range(16)], remove_unused_columns=False, steps=8)
+    trainer.data_collator = list
+    report = locate(trainer)
+    assert (report.source, report.batch, report.examples) == (line("no prompt is left"), 5, []), str(report)
+    assert "The batch is made of rows 10, 11 of the dataset." in report.explanation

@@ -35,7 +35,7 @@ from nanlab.tracing.names import UNNAMED, parts_of, with_entries
 from nanlab.tracing.report import Report, listed
 from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.undo import freeze, global_state
-from nanlab.tracing.values import bad, is_float
+from nanlab.tracing.values import as_list, bad, is_float
 from nanlab.tracing.where import line_of
 
 METHODS = {"train": "training_step", "eval": "prediction_step"}
@@ -45,7 +45,7 @@ KEPT = {"DefaultFlowCallback", "SyncRefModelCallback", "PEFTAdapterEMACallback",
 SILENT = ("log", "save_model", "_save_checkpoint")
 
 IRREGULAR = "Something in it changes from one run to the next: an iterator or a file cannot be wound back."
-BETWEEN = "They were made in compute_metrics(), or where the losses of the batches are put together."
+BETWEEN = "Look where they are computed: rewards, compute_metrics(), metrics of your own, the mean of all losses."
 
 PARTS = ("chosen", "rejected", "reference")  # TRL puts them one below the other in one batch
 UNSELECTED = (("labels", -100), ("completion_mask", 0))  # what stands where a token does not count
@@ -64,15 +64,16 @@ class Hunt:
 
     ``fetched``: (rows of the dataset, the batch made of them), the last ones. ``part``, ``first``: which of several
     evaluation sets, and its first batch. ``irregular``: batches that failed, but not again. ``aside``: bad values
-    handed to the metrics.
+    handed to the metrics. ``logged``: names of TRL's own metrics that are not finite.
     """
 
     def __init__(self, trainer: Any, mode: str, limit: int | None) -> None:
         self.trainer, self.mode, self.limit, self.batch = trainer, mode, limit, -1
         self.report, self.tracer = Report(), Tracer()
+        self.trl = any(c.__module__.startswith("trl.") for c in type(trainer).__mro__)
         self.tracer.call = line_of(self.tracer.names.here().user)[0]
         self.fetched: deque = deque(maxlen=8 + trainer.args.gradient_accumulation_steps)
-        self.part, self.first, self.irregular, self.aside = "", 0, [], {}
+        self.part, self.first, self.irregular, self.aside, self.logged = "", 0, [], {}, {}
 
     def install(self) -> None:
         """Take part in the run. Nothing here is taken back one by one: the trainer is frozen."""
@@ -123,10 +124,13 @@ class Hunt:
         if self.agreed(report.found):
             self.stop(report, {})
         self.tracer.sinks = {}
+        metrics = self.trainer._metrics.get(self.mode, {}) if self.trl and hasattr(self.trainer, "_metrics") else {}
+        odd = lambda values: any(isinstance(v, float) and not math.isfinite(v) for v in as_list(values))
+        self.logged |= {name: True for name, values in metrics.items() if odd(values)}
 
     def try_out(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a batch untraced; if it fails, put back what it changed, and run it once more under the tracer."""
-        given = dict(inputs) if isinstance(inputs, Mapping) else {}  # a step may take entries out
+        given = dict(inputs) if isinstance(inputs, Mapping) else {"": inputs}  # a step may take entries out
         undo = freeze([self.trainer, model, inputs, *global_state()], (Hunt,))
         result, failed, before = None, True, self.spoilt()
 
@@ -215,16 +219,16 @@ class Hunt:
             report.length = max(map(len, off), default=0)
         index = next((i for i, batch in reversed(self.fetched) if alike(batch, inputs)), [])
         size = len(index) or max(map(len, tokens.values()), default=0)
-        blocks = len(PARTS) if any(c.__module__.startswith("trl.") for c in type(self.trainer).__mro__) else 1
-        fits = report.length in [size * n for n in range(1, blocks + 1)]
+        blocks = len(PARTS) if self.trl else 1
+        fits = tokens and report.length in [size * n for n in range(1, blocks + 1)]
         came_in = report.op.startswith(("batch ", UNNAMED, CONSTANT))
         if fits and (came_in or report.phase == "forward" or report.cause == "gradient_at_edge"):
             report.examples = list(dict.fromkeys(index[row % size] for row in report.rows)) if index else []
             for row in report.rows[:4] if hasattr(getattr(self.trainer, "processing_class", None), "decode") else ():
                 part = PARTS[row // size] if report.length > size else ""
                 report.texts[row] = " | ".join(self.texts(tokens, row, row % size, part))
-        if index and not (report.rows or report.phase in ("optimizer", "state")):
-            report.explanation += f" The batch is made of {listed(index)} of the dataset."
+        if index and not (report.examples or report.phase in ("optimizer", "state")):
+            report.explanation += f" The batch is made of {listed(list(dict.fromkeys(index)))} of the dataset."
         if self.part:
             report.explanation += f" This is batch {self.batch - self.first} of eval_dataset[{self.part!r}]."
         raise Found
@@ -243,7 +247,7 @@ class Hunt:
     def conclude(self, metrics: Any) -> Report:
         """The report; if nothing was found, with what there is to say about the run."""
         numbers = metrics if isinstance(metrics, dict) else {}
-        wrong = [k for k, v in numbers.items() if isinstance(v, float) and not math.isfinite(v)]
+        wrong = [k for k, v in numbers.items() if isinstance(v, float) and not math.isfinite(v)] + [*self.logged]
         if wrong and self.aside:
             self.tracer.sinks = self.aside
             self.report = verdict(self.tracer)
@@ -266,8 +270,9 @@ def troubled(value: object) -> bool:
 
 
 def alike(batch: Any, inputs: dict[str, Any]) -> bool:
-    """Do two batches hold the same numbers, wherever they lie?"""
-    old, new = ([t.cpu() for t in tree_leaves(b) if isinstance(t, Tensor)] for b in (dict(batch), inputs))
+    """Do two batches hold the same numbers, wherever they lie, or the same text?"""
+    as_tensor = lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else torch.tensor([*leaf.encode()])
+    old, new = ([as_tensor(t) for t in tree_leaves(b) if isinstance(t, (Tensor, str))] for b in (batch, inputs))
     same = lambda a, b: a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is no 0
     return bool(old) and len(old) == len(new) and all(map(same, old, new))
 
@@ -278,8 +283,8 @@ def watch_fetches(fetched: deque) -> contextlib.AbstractContextManager:
 
     def fetch(fetcher: Any, index: Any) -> Any:
         batch = original(fetcher, index)
-        if isinstance(index, list) and isinstance(batch, Mapping):
-            fetched.append((index, batch))
+        if isinstance(index, list):
+            fetched.append((index, dict(batch) if isinstance(batch, Mapping) else {"": batch}))
         return batch
 
     return mock.patch.object(_MapDatasetFetcher, "fetch", fetch)
