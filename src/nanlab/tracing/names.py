@@ -78,18 +78,18 @@ class Names:
         return place
 
 
-def pairs_of(value: object) -> list[tuple[object, object]]:
-    """(key, entry) of a container, at most a thousand. Its own entries: some mappings load them when asked."""
+def entries_of(name: str, value: object) -> list[tuple[str, object]]:
+    """(name, entry) of a container, at most a thousand. Its own entries: some mappings load them when asked."""
     held = value.data if isinstance(value, UserDict) else value
     pairs = dict.items(held) if isinstance(held, dict) else enumerate(held) if isinstance(held, (list, tuple)) else ()
-    return list(itertools.islice(pairs, 1000))
+    return [(f"{name}[{k!r}]", entry) for k, entry in itertools.islice(pairs, 1000)]
 
 
 def with_entries(variables: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """(name, value) of variables, and of what their containers hold."""
     for name, value in variables.items():
         yield name, value
-        yield from ((f"{name}[{k!r}]", entry) for k, entry in pairs_of(value))
+        yield from entries_of(name, value)
 
 
 def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
@@ -103,9 +103,7 @@ def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
     elif depth and not isinstance(value, (str, type, ModuleType, Optimizer, TorchDispatchMode)):
-        entries = [(f"{name}[{k!r}]", v) for k, v in pairs_of(value)]
-        if not entries:
-            entries = [(f"{name}.{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
+        entries = entries_of(name, value) or [(f"{name}.{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
         for label, entry in entries:
             yield from parts_of(label, entry, depth - 1)
 

@@ -84,11 +84,8 @@ def span(t: Tensor) -> str:
     if good.numel():
         text += " in [{:.3g}, {:.3g}]".format(*(v.item() for v in torch.aminmax(good)))
     counts = {"zero": t == 0, "inf": t == math.inf, "−inf": t == -math.inf, "nan": torch.isnan(t)}
-    return (
-        text
-        + "".join(f", {n} {name}" for name, at in counts.items() if (n := int(at.sum())))
-        + ", empty" * (t.numel() == 0)
-    )
+    text += "".join(f", {n} {name}" for name, at in counts.items() if (n := int(at.sum())))
+    return text + ", empty" * (t.numel() == 0)
 
 
 def as_list(value: object) -> list | tuple:
