@@ -87,9 +87,8 @@ def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | N
         f"step wants arguments: {name}; {give}": callable(step) and wants_arguments(step),
     }
     for key, value in named.items():
-        wrong[f"{key} is a {kind(value)}; give a tensor or a dict of tensors, or leave it out"] = not isinstance(
-            value, (torch.Tensor, Mapping, list, tuple)
-        )
+        fits = isinstance(value, (torch.Tensor, Mapping, list, tuple))
+        wrong[f"{key} is a {kind(value)}; give a tensor or a dict of tensors, or leave it out"] = not fits
     refuse("locate()", wrong)
 
 
