@@ -42,7 +42,7 @@ METHODS = {"train": "training_step", "eval": "prediction_step"}
 LIBRARIES = ("transformers.", "trl.", "nanlab.guard")
 # Their callbacks save, log and show, but for these, which end the run in time or change weights.
 KEPT = {"DefaultFlowCallback", "SyncRefModelCallback", "PEFTAdapterEMACallback", "BEMACallback"}
-SILENT = ("log", "save_model", "_save_checkpoint")
+SILENT = ("log", "save_model", "_save_checkpoint", "_maybe_log_save_evaluate", "_evaluate")
 
 IRREGULAR = "Something in it changes from one run to the next: an iterator or a file cannot be wound back."
 BETWEEN = "Look where they are computed: rewards, compute_metrics(), metrics of your own, the mean of all losses."
@@ -82,17 +82,13 @@ class Hunt:
             for name, own in list(vars(owner).items()):
                 if type(own).__module__ == "nanlab.guard" and hasattr(own, "__wrapped__"):
                     setattr(owner, name, own.__wrapped__)
-        kept = lambda c: (
-            not type(c).__module__.startswith(LIBRARIES) or KEPT & {base.__name__ for base in type(c).__mro__}
-        )
-        handler.callbacks = list(filter(kept, handler.callbacks))
+        kept = lambda kind: not kind.__module__.startswith(LIBRARIES) or KEPT & {c.__name__ for c in kind.__mro__}
+        handler.callbacks = [c for c in handler.callbacks if kept(type(c))]
         for callback in (c for c in handler.callbacks if type(c).__module__.startswith(LIBRARIES)):
             callback.on_train_end = lambda *_, **__: None  # BEMA's saves a model
-        vars(trainer.args).update(eval_on_start=False)
         vars(trainer).update(dict.fromkeys(SILENT, lambda *_, **__: None))
         self.original = getattr(trainer, METHODS[self.mode])
         setattr(trainer, METHODS[self.mode], self.step)
-        handler.call_event = functools.partial(self.event, handler.call_event)
         trainer.get_eval_dataloader = functools.partial(self.open, trainer.get_eval_dataloader)
         for name in ("preprocess_logits_for_metrics", "compute_metrics"):
             if (own := getattr(trainer, name, None)) is not None:
@@ -187,12 +183,6 @@ class Hunt:
         """Is the loss bad, or a gradient, or a parameter or a buffer that was none before?"""
         grads = any(is_float(t.grad) and bool(bad(t.grad)) for t in self.state())
         return grads or any(map(troubled, tree_leaves(result))) or bool(self.spoilt() - before)
-
-    def event(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """In place of the handler's call_event: callbacks do as always, but nothing is saved and nothing evaluated."""
-        control = original(*args, **kwargs)
-        control.should_log = control.should_evaluate = control.should_save = False
-        return control
 
     def open(self, original: Callable, dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         self.part, self.first = dataset if isinstance(dataset, str) else "", self.batch + 1
