@@ -66,14 +66,12 @@ def facts(func) -> tuple[str, tuple, bool, bool]:
 
 def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
     """The leaf tensors that a backward pass from ``roots`` reaches."""
-    todo, seen, found = [t.grad_fn for t in roots], {None}, {}
+    todo, variables = [t.grad_fn for t in roots], {None: None}
     while todo:
-        if (node := todo.pop()) not in seen:
-            seen.add(node)
+        if (node := todo.pop()) not in variables:
+            variables[node] = getattr(node, "variable", None)
             todo += [n for n, _ in node.next_functions]
-            if (variable := getattr(node, "variable", None)) is not None:
-                found[id(variable)] = variable
-    return found
+    return {id(v): v for v in variables.values() if v is not None}
 
 
 class Tracer(TorchDispatchMode):
@@ -223,7 +221,7 @@ class Tracer(TorchDispatchMode):
             if variable is not None:  # AccumulateGrad: a parameter, but no forward line
                 of, made = self.names.of(variable), place._replace(modules=())
                 owner = of.rpartition(".")[0]
-            place = (place if any(here[:2]) or variable is not None else made)._replace(modules=made.modules)
+            place = (place if any(here[:2]) else made)._replace(modules=made.modules)
             note = f"{node.name()}, gradient of {of}" if of else node.name()
         (source, said), (library, inside) = map(line_of, (place.user, place.library))
         module = next((self.names.modules[m] or type(m).__name__ for m in place.modules), owner)
