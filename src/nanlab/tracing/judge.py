@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -56,14 +56,13 @@ def run(tracer: Tracer, step: Callable[[], Any]) -> tuple[Report, Any]:
     return verdict(tracer, exception), result
 
 
-@contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name, switch in KERNELS:
-            if hasattr(module := sys.modules.get(name), switch):
-                off = (lambda *_: False) if callable(getattr(module, switch)) else False
-                stack.enter_context(mock.patch.object(module, switch, off))
-        yield
+def without_kernels() -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    for name, switch in KERNELS:
+        if hasattr(module := sys.modules.get(name), switch):
+            off = (lambda *_: False) if callable(getattr(module, switch)) else False
+            stack.enter_context(mock.patch.object(module, switch, off))
+    return stack
 
 
 def fields_of(value: object) -> object:
@@ -123,11 +122,12 @@ def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
     unused = lambda root: all(root.name.startswith(name) for name, e in reached if e.root() is root)
     # dict.fromkeys(), since a set would order ties by chance
     roots = sorted(dict.fromkeys(e.root() for _, e in reached), key=lambda e: (unused(e), e.n))
+    place = lambda e: (e.source, e.library, e.module, e.name)
     births: dict = {}  # what comes from an earlier one, or from the same line, is no further birth
     passed = {line_of(at)[0] for at in tracer.passed}  # nor is the gradient of what was bad
     for root in [e for e in roots if not e.deliberate] or roots:
         follows = root.phase == "backward" and root.source in passed
-        places = {place(e) for e in root.lineage()}
+        places = set(map(place, root.lineage()))
         birth = next((b for b in births if follows or place(b) in places), root)
         births.setdefault(birth, []).extend(name for name, e in reached if e.root() is root)
     reports = [about(root, names, [e for _, e in reached if e.root() is root]) for root, names in births.items()]
@@ -135,7 +135,7 @@ def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
     if not reports and (read := looked_at(tracer)):
         report.explanation = f"{NOTHING} {LOOKED_AT} {about(read[0].root(), [], read[:1]).headline}."
     report.others, report.exception = reports[1:], exception
-    if reports and tracer.growth:
+    if reports:
         growth = [*tracer.growth, (tracer.n, tracer.ranges()[0])]
         before = sum(n <= roots[0].n for n, _ in growth)  # the next one is what the parameters were at the birth
         report.growth = [value for _, value in growth[: before + 1] if value == value]
@@ -173,10 +173,6 @@ def excused(role: str, event: Event, tracer: Tracer) -> bool:
     if role == "held" and root.phase in ("data", "state") and not tracer.raised_about_nan:
         return True  # the step raised for a reason of its own
     return role in ("parameter", "held") and root.deliberate  # a mask kept there
-
-
-def place(e: Event) -> tuple:
-    return e.source, e.library, e.module, e.name
 
 
 def sentence(e: Event) -> str:

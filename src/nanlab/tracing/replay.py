@@ -130,13 +130,15 @@ class Hunt:
         undo = freeze([self.trainer, model, inputs, *global_state()], (Hunt,))
         result, failed, before = None, True, self.spoilt()
 
-        def call() -> Any:
+        def call(traced: bool = True) -> Any:
             nonlocal result
             result = self.original(model, inputs, *args, **kwargs)
+            if traced and self.mode == "eval" and is_float(result[0]):
+                self.tracer.sink_loss("the loss of the evaluation", result[0])
             return result[:2] if isinstance(result, tuple) else result  # labels of an evaluation may be missing
 
         with contextlib.suppress(*RAISED):  # it will raise again under the tracer
-            failed = self.failed(call(), before)
+            failed = self.failed(call(traced=False), before)
         if not self.agreed(failed):
             self.tracer.went_backward = self.tracer.n if self.mode == "train" else -1
             return result
@@ -146,14 +148,7 @@ class Hunt:
         self.tracer.reads = {}  # what was logged before is not what this batch is made of
         for label, part in (part for item in given.items() for part in parts_of(*item)):
             self.tracer.names.add(part, f"batch {label}")
-
-        def traced() -> Any:
-            seen = call()
-            if self.mode == "eval" and is_float(result[0]):
-                self.tracer.sink_loss("the loss of the evaluation", result[0])
-            return seen
-
-        report, seen = run(self.tracer, traced)
+        report, seen = run(self.tracer, call)
         single = lambda b: b.found and (b.story[0].startswith(CONSTANT) or (b.phase == "data" and not b.length))
         meant = self.mode == "eval" and all(map(single, (report, *report.others)))  # NaN written among the outputs
         if self.agreed(bool(report.exception) or (report.found and (not meant or troubled(result[0])))):
