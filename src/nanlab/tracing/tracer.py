@@ -64,14 +64,14 @@ def facts(func) -> tuple[str, tuple, bool, bool]:
     return name, writes, view or name.startswith(UNSEEN_OR_SHARED), bool(overwrites)
 
 
-def leaves(roots: list[Tensor]) -> dict[int, Tensor]:
+def leaves(roots: list[Tensor]) -> list[Tensor]:
     """The leaf tensors that a backward pass from ``roots`` reaches."""
     todo, variables = [t.grad_fn for t in roots], {None: None}
     while todo:
         if (node := todo.pop()) not in variables:
             variables[node] = getattr(node, "variable", None)
             todo += [n for n, _ in node.next_functions]
-    return {id(v): v for v in variables.values() if v is not None}
+    return [v for v in variables.values() if v is not None]
 
 
 class Tracer(TorchDispatchMode):
@@ -90,8 +90,7 @@ class Tracer(TorchDispatchMode):
     kind → the last output, ``last``, of any kind; ``sends``, what this rank has given to others, or another rank to
     this one.
     Optimizers: ``steps``, whose step is running, None for a closure; ``optimizers``, that have stepped; ``settings``,
-    kind → the event of such a learning rate; ``growth``: (n, largest |parameter|) before each step; ``graded``: ids of
-    the leaf tensors that have a gradient of this step.
+    kind → the event of such a learning rate; ``growth``: (n, largest |parameter|) before each step.
     """
 
     supports_higher_order_operators = True
@@ -105,7 +104,7 @@ class Tracer(TorchDispatchMode):
         self.put, self.came, self.passed, self.lifted, self.dropped = set(), set(), set(), {}, {}
         self.reads, self.tests, self.latest = {}, {}, {}
         self.last, self.chosen, self.answer, self.refused, self.sends = (), (), (), (), ()
-        self.steps, self.optimizers, self.settings, self.growth, self.graded = [None], {}, {}, [], set()
+        self.steps, self.optimizers, self.settings, self.growth = [None], {}, {}, []
         self.scaler_skips, self.raised_about_nan, self.call, self.looked = False, False, "", -1
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
@@ -142,7 +141,7 @@ class Tracer(TorchDispatchMode):
                 self.names.adopt_optimizer(optimizer)
                 self.optimizers[optimizer] = len(parameters)
                 came_in = [v for values in optimizer.state.values() for v in values.values() if is_float(v)]
-                came_in += [p.grad for p in parameters if id(p) not in self.graded and is_float(p.grad)]
+                came_in += [p.grad for p in parameters if is_float(p.grad)]
             largest, spoilt = self.ranges()
             self.growth.append((self.n, largest))
             for t in came_in + spoilt:
@@ -187,8 +186,7 @@ class Tracer(TorchDispatchMode):
             self.sink_loss("the loss given to backward()", t)
         result = self.backward(tensors, *args, **kwargs)
         with _disable_current_modes():  # now: a guard may throw the gradients away, or another rank have spoilt them
-            self.graded |= (reached := leaves(roots)).keys()
-            for p in reached.values():
+            for p in leaves(roots):
                 if id(p) not in self.names.parameters:
                     self.names.adopt_parameter(name_in_frames(p)[0], p)
                 if self.taint or torch.distributed.is_initialized():
