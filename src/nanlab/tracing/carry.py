@@ -85,7 +85,7 @@ def behind(birth: Birth, found: list[Source], out: Tensor) -> list[tuple[Tensor,
         moved = [s.masks[id(x)].gather(-1 if dim is None else dim, order) for s in found]
         return split(torch.stack(moved), out, found)
     if (fresh := bad_with(birth, found, [], out)).any():
-        fresh = bad_with(birth, found, [], fresh, STAND_INS[1])
+        fresh = bad_with(birth, found, [], fresh, other=1)
     if fresh.any():  # what only the size of the finite numbers does, and the sources would have done as well, is theirs
         fresh &= bad_with(birth, found, [], fresh, size=1) | ~bad_with(birth, found, found, fresh, size=1)
     left = out & ~fresh
@@ -109,28 +109,27 @@ def split(bits: Tensor, left: Tensor, found: list[Source]) -> list[tuple[Tensor,
     return groups
 
 
-def bad_with(
-    birth: Birth, found: list[Source], kept: list[Source], out: Tensor, stand_in: Callable = STAND_INS[0], size: int = 0
-) -> Tensor:
+def bad_with(b: Birth, found: list[Source], kept: list[Source], out: Tensor, other: int = 0, size: int = 0) -> Tensor:
     """Which bad elements of the output would be bad as well if of all sources there were only those of ``kept``?
 
     ``size``: the largest that a finite number may be; larger ones are scaled down together. 0: as they are.
+    ``other``: which of ``STAND_INS`` takes the place of the other sources.
     """
 
     def change(x: object) -> object:
-        was = birth.before.get(id(x))
+        was = b.before.get(id(x))
         numbers = x if was is None or was.numbers is None else was.numbers
         drop = [s.masks[id(numbers)] for s in found if s not in kept and id(numbers) in s.masks]
         drop += [bad_mask(x)] if was and numbers is x else []  # it has become so only now
         numbers = numbers.clone() if was or drop else numbers
         for mask in drop:
-            plain(numbers)[mask] = stand_in(int(mask.sum())).to(plain(numbers))
+            plain(numbers)[mask] = STAND_INS[other](int(mask.sum())).to(plain(numbers))
         if size and is_float(x):
             top = plain(numbers).masked_fill(bad_mask(numbers), 0).abs().amax() if x.numel() else size
             numbers = numbers * (size / max(size, float(top)))
         return numbers
 
-    if (again := birth.again(change)) is None:
-        raise NotImplementedError(birth.op)
-    alike = torch.isnan(plain(again)) | ~torch.isnan(plain(birth.out))  # an inf that is there by design makes no NaN
+    if (again := b.again(change)) is None:
+        raise NotImplementedError(b.op)
+    alike = torch.isnan(plain(again)) | ~torch.isnan(plain(b.out))  # an inf that is there by design makes no NaN
     return out & bad_mask(again) & (alike if not kept else True)

@@ -105,9 +105,7 @@ class Birth(SimpleNamespace):
         """Is ``value`` 0 where the output went bad (anywhere, if places do not correspond)?"""
         if isinstance(value, Tensor):
             zero = plain(value).isinf() if value is self.out else value == 0  # written in place: 1/0 is inf by now
-            if self.matched:
-                zero = zero & self.fresh & (torch.isnan(self.out) if self.kind == "nan" else True)
-            return bool(zero.any())
+            return bool((zero & self.fresh if self.matched else zero).any())
         return value == 0
 
     def narrowest(self) -> torch.dtype:

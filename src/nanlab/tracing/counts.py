@@ -46,9 +46,8 @@ class Counts:
         if (key := key_of(value)) in self.written or not self.forwards():
             return self.written.get(key, (False,))[0]
         plainly = value.layout is torch.strided and not value.is_complex() and value.element_size() > 1
-        if not plainly or value.requires_grad or value.numel() > LARGEST:
-            return False
-        return bool((value == value.round()).all())
+        given = plainly and not value.requires_grad and value.numel() <= LARGEST
+        return given and bool((value == value.round()).all())
 
     def made(self, t: Tensor) -> str:
         """The operation of the step's forward pass that wrote it last; '' if it came in."""

@@ -14,7 +14,6 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from numbers import Real
 
 import numpy as np
 import torch
@@ -140,12 +139,12 @@ class Tracer(TorchDispatchMode):
             if self.optimizers.get(optimizer) != len(parameters):  # afterwards every write is seen
                 self.names.adopt_optimizer(optimizer)
                 self.optimizers[optimizer] = len(parameters)
-                came_in = [v for values in optimizer.state.values() for v in values.values() if is_float(v)]
-                came_in += [p.grad for p in parameters if is_float(p.grad)]
+                came_in = [v for state in optimizer.state.values() for v in state.values()]
+                came_in += [p.grad for p in parameters]
             largest, spoilt = self.ranges()
             self.growth.append((self.n, largest))
             for t in came_in + spoilt:
-                if key_of(t) not in self.taint and bad(t):
+                if is_float(t) and key_of(t) not in self.taint and bad(t):
                     self.arrived(t)
             self.look_at_settings(optimizer)
         within = lambda value: functools.partial(self.closure, value) if inspect.isroutine(value) else value
@@ -155,7 +154,7 @@ class Tracer(TorchDispatchMode):
         """A NaN learning rate is no tensor. An inf is a finding only where it does harm: some are inf by design."""
         settings = [(k, v) for group in optimizer.param_groups for k, vs in group.items() for v in as_list(vs)]
         for name, value in settings:
-            if isinstance(value, (Real, Tensor)) and name != "params" and not math.isfinite(value):
+            if isinstance(value, (float, np.floating, Tensor)) and name != "params" and not math.isfinite(value):
                 kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
                 said = f"{name} is {float(value)} when step() is called."
                 event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
@@ -383,8 +382,8 @@ class Tracer(TorchDispatchMode):
             self.taint.record(t, parts)
             behind = merge(events for _, events in parts) if moved else ()
             for e in (*behind, *(b.root() for b in behind)):
-                updates = e.n > max(self.engine, self.went_backward) >= 0  # by hand
-                if updates and not e.module and e.phase == "forward":
+                # After the backward pass, and outside of a module: an update by hand.
+                if e.n > max(self.engine, self.went_backward) >= 0 and not e.module and e.phase == "forward":
                     e.phase, e.rows, e.length = "optimizer", [], 0
             self.last = self.latest[kind] = merge(e for _, e in parts)
             copied = case.before.get(id(t)) is GONE or birth.op in COPIES or any(e.name for e in events.values())
