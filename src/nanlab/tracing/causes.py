@@ -25,7 +25,6 @@ from nanlab.tracing.values import as_list, bad, bad_mask, is_float, plain
 CONSTANT = "a constant in"  # how the name of a number begins that is written in the code
 COPIES = ("cat", "clone", "stack", "index", "gather", "_to_copy")
 MASKS = ("attn_mask", "attn_bias", "mask")  # a −inf in these is meant
-SOFTMAX = r"softmax|logsumexp|attention|encoder_layer"
 DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod|_fused_adam)"
 MODULO = r"remainder|fmod"  # by 0, of any number
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
@@ -78,7 +77,7 @@ class Birth(SimpleNamespace):
         among = lambda x, places: bad(torch.where(torch.stack(places).any(0), plain(x), 0)) if places else ""
         matching = mask if self.matched else True
         own = lambda x: [s.masks[id(x)] & matching for s in of if id(x) in s.masks]
-        inputs = [(a, x, kind and among(x, own(x))) for a, x, kind in self.inputs]
+        inputs = [(a, x, among(x, own(x))) for a, x, _ in self.inputs]
         return Birth(**{**vars(self), "fresh": mask, "kind": among(self.out, [mask]), "inputs": inputs})
 
     def get(self, *names: str) -> object:
@@ -148,7 +147,7 @@ class Birth(SimpleNamespace):
             return True
         if (wide := self.in_float64()) is not None:
             return not bad_mask(wide)[self.fresh].any()
-        squares = ((x.abs().max().double() ** 2 * x.numel(), x.dtype) for _, x, k in self.inputs if x.numel() and not k)
+        squares = ((x.abs().max().double() ** 2 * x.numel(), x.dtype) for _, x, _ in self.inputs if x.numel())
         return any(total > torch.finfo(dtype).max for total, dtype in squares)
 
     def again(self, change: Callable[[object], object]) -> Tensor | None:
@@ -234,7 +233,7 @@ def _(b: Birth) -> bool:
     return b.phase == "optimizer" and lost and isinstance(b.divisor(), Tensor) and b.divides_by_zero()
 
 
-@row("masked_row", SOFTMAX, "05_unk_pad")
+@row("masked_row", r"softmax|logsumexp|attention|encoder_layer", "05_unk_pad")
 def _(b: Birth) -> bool:
     """A softmax over a row in which everything is masked: all scores are −inf, so it divides 0 by 0.
 
@@ -320,7 +319,7 @@ def _(b: Birth) -> bool:
 
     Select instead of multiplying: torch.where(mask, x, 0), masked_fill, or index the valid entries.
     """
-    zero = any((x == 0).any() for _, x, kind in b.inputs if kind != "nan") or not all(map(is_float, b.args))
+    zero = any((x == 0).any() for _, x, _ in b.inputs) or not all(map(is_float, b.args))
     return b.nan_from_inf() and (zero or b.matched)
 
 

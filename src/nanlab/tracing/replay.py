@@ -133,7 +133,7 @@ class Hunt:
         def call(traced: bool = True) -> Any:
             nonlocal result
             result = self.original(model, inputs, *args, **kwargs)
-            if traced and self.mode == "eval" and is_float(result[0]):
+            if traced and self.mode == "eval":
                 self.tracer.sink_loss("the loss of the evaluation", result[0])
             return result[:2] if isinstance(result, tuple) else result  # labels of an evaluation may be missing
 

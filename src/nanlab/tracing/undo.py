@@ -21,7 +21,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from nanlab.tracing.values import has_memory, plain
 
 ATOMS = {int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size}
-DATA = re.compile("dataset|data_source")
 ALIVE = (type, GenericAlias, ModuleType, np.memmap, _BaseDataLoaderIter)
 FOREIGN = {*sys.stdlib_module_names, "datasets", "pandas", "pyarrow", "ray", "tokenizers", "tqdm", "vllm", "wandb"}
 FOREIGN -= {"_random", "abc", "argparse", "builtins", "collections", "functools", "random", "types", "typing"}
@@ -72,7 +71,7 @@ def freeze(roots: Iterable[Any], leave: tuple[type, ...] = ()) -> Callable[[], N
             get, put = next(ways for kind, ways in STATES.items() if isinstance(value, kind))
             undo.append(functools.partial(put, value, old := get(value)))
             for key, entry in old.items() if isinstance(old, dict) else enumerate(old if isinstance(old, list) else ()):
-                (data if isinstance(key, str) and DATA.search(key) else todo).append(entry)
+                (data if isinstance(key, str) and re.search("dataset|data_source", key) else todo).append(entry)
     return lambda: [put_back() for put_back in undo] and None
 
 
