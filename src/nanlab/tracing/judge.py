@@ -96,11 +96,10 @@ def abandoned(tracer: Tracer, error: BaseException) -> None:
             tracer.sink(f"variable {name} when the step raised", value, "held")
             for label, part in parts_of(name, value, 1) if not isinstance(value, (Tensor, nn.Module)) else ():
                 tracer.sink(f"variable {label} when the step raised", part, "held")
-    tracer.raised_about_nan = bool(ABOUT_NAN(str(error)))
-    last, chosen = (tracer.last, ()) if tracer.raised_about_nan else ((), tracer.chosen)
+    so = tracer.raised_about_nan = bool(ABOUT_NAN(str(error)))
     tracer.sinks["", "what the operation refused"] = tracer.refused
-    tracer.sinks["held", "the number at which the step raised"] = last
-    tracer.sinks["", "the whole number by which the step raised"] = chosen
+    tracer.sinks["held", "the number at which the step raised"] = tracer.last if so else ()
+    tracer.sinks["", "the whole number by which the step raised"] = () if so else tracer.chosen
     if tracer.engine <= tracer.looked:  # else the step has gone on since, and raised for a reason of its own
         tracer.sinks["", "a number that was looked at before the step raised"] = looked_at(tracer)
 
@@ -116,8 +115,7 @@ def looked_at(tracer: Tracer) -> list[Event]:
 def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
     """The earliest root among everything that reached a sink of the ``Tracer``; the other independent ones beside
     it."""
-    sinks = [(role, name, e) for (role, name), events in tracer.sinks.items() for e in events]
-    reached = [(name, e) for role, name, e in sinks if not excused(role, e, tracer)]
+    reached = [(name, e) for (role, name), es in tracer.sinks.items() for e in es if not excused(role, e, tracer)]
     # Bad before the step, and seen nowhere but where it was: it comes after what broke something.
     unused = lambda root: all(root.name.startswith(name) for name, e in reached if e.root() is root)
     # dict.fromkeys(), since a set would order ties by chance
@@ -170,9 +168,9 @@ def excused(role: str, event: Event, tracer: Tracer) -> bool:
     if role in ("values", "masked"):  # a mask or a sentinel handed back
         given = bool(root.name) and (tracer.went_backward >= 0 or role == "masked")
         return root.deliberate or root.name.startswith(CONSTANT) or given
-    if role == "held" and root.phase in ("data", "state") and not tracer.raised_about_nan:
-        return True  # the step raised for a reason of its own
-    return role in ("parameter", "held") and root.deliberate  # a mask kept there
+    masked = role in ("parameter", "held") and root.deliberate  # a mask kept there
+    # Or the step raised for a reason of its own.
+    return masked or (role == "held" and root.phase in ("data", "state") and not tracer.raised_about_nan)
 
 
 def sentence(e: Event) -> str:
