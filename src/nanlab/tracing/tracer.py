@@ -43,7 +43,6 @@ HARMLESS = {
     "add": lambda by, wide: True,
 }
 GONE = Was(None, None)
-READS = ("tolist", "numpy")  # of a tensor, where they are no operation that is dispatched
 UNSEEN = "It came in while gradients were reduced: look at the reports of the other ranks."
 
 
@@ -111,14 +110,13 @@ class Tracer(TorchDispatchMode):
         before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
         self.hooks = [before(self.before_step), after(lambda *_: self.steps.pop())]
         self.backward, torch.autograd.backward = torch.autograd.backward, self.run_backward
-        for name in READS:
-            setattr(Tensor, name, self.reading(getattr(Tensor, name)))
+        # These are no operations that are dispatched.
+        Tensor.tolist, Tensor.numpy = self.reading(Tensor.tolist), self.reading(Tensor.numpy)
         return super().__enter__()
 
     def __exit__(self, *exc):
         torch.autograd.backward = self.backward
-        for name in READS:
-            delattr(Tensor, name)
+        del Tensor.tolist, Tensor.numpy  # what was there before is inherited
         for hook in self.hooks:
             hook.remove()
         return super().__exit__(*exc)
@@ -152,8 +150,7 @@ class Tracer(TorchDispatchMode):
 
     def look_at_settings(self, optimizer: Optimizer) -> None:
         """A NaN learning rate is no tensor. An inf is a finding only where it does harm: some are inf by design."""
-        settings = [(k, v) for group in optimizer.param_groups for k, vs in group.items() for v in as_list(vs)]
-        for name, value in settings:
+        for name, value in ((k, v) for g in optimizer.param_groups for k, vs in g.items() for v in as_list(vs)):
             if isinstance(value, (float, np.floating, Tensor)) and name != "params" and not math.isfinite(value):
                 kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
                 said = f"{name} is {float(value)} when step() is called."
@@ -478,11 +475,9 @@ class Tracer(TorchDispatchMode):
     @_disable_current_modes()
     def sink(self, name: str, value: object, role: str = "") -> None:
         """Something that ought to be finite: remember whose fault it is, if it is not. ``role``: see ``excused``."""
-        events, kind = (), ""
-        if is_float(value):
-            events = self.guilty(value)
-        elif isinstance(value, Tensor):
-            events = self.chosen if value.dtype is not torch.bool else ()
+        events = ()
+        if isinstance(value, Tensor):  # a whole number may have been made of NaN
+            events = self.guilty(value) if is_float(value) or value.dtype is torch.bool else self.chosen
         elif isinstance(value, (float, np.floating, np.ndarray)) and np.asarray(value).dtype.kind == "f":
             kind = bad(torch.from_numpy(np.array(value, dtype=np.float64)))
             # Most likely the first bad number that was read; a number that nothing here made is meant, as a part.
