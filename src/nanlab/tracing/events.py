@@ -74,8 +74,7 @@ class Taint(dict):
         histories, which = ([], None) if whole else self.get(key, ([], None))
         histories = list(dict.fromkeys((*histories, *(events for _, events in parts))))
         if which is None and len(histories) > 1:
-            size = p.untyped_storage().nbytes() // p.element_size()
-            which = torch.zeros(size, dtype=torch.int32, device=p.device)
+            which = torch.zeros(p.untyped_storage().nbytes() // p.element_size(), dtype=torch.int32, device=p.device)
         for mask, events in parts if which is not None else ():
             which[addresses(p, bad_mask(t) if mask is None else mask, len(which))] = histories.index(events)
         self[key] = histories, which

@@ -26,9 +26,8 @@ def is_float(t: object) -> bool:
 
 def has_memory(t: Tensor) -> bool:
     """Does it hold numbers itself? Some are made of other tensors, or have given their memory back (FSDP)."""
-    if isinstance(t, WITHOUT_MEMORY) or (local(t) is t and is_traceable_wrapper_subclass(t)):
-        return False
-    return t.layout is not torch.strided or not t.numel() or local(t).untyped_storage().nbytes() > 0
+    made_of = isinstance(t, WITHOUT_MEMORY) or (local(t) is t and is_traceable_wrapper_subclass(t))
+    return not made_of and (t.layout is not torch.strided or not t.numel() or local(t).untyped_storage().nbytes() > 0)
 
 
 def is_composed(kind: type) -> bool:
