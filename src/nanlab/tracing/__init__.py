@@ -7,8 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanlab.errors import refuse
@@ -63,7 +62,7 @@ def locate(
     for name, m in models.items():
         tracer.names.adopt(m, f"{name}." if len(models) > 1 else "")
     for name, value in around.items():
-        if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+        if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
             tracer.names.adopt_parameter(name, value)
     for o in [optimizer] if optimizer is not None else held.values():
         if isinstance(o, Optimizer):
@@ -87,7 +86,7 @@ def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | N
         f"step wants arguments: {name}; {give}": callable(step) and wants_arguments(step),
     }
     for key, value in named.items():
-        fits = isinstance(value, (torch.Tensor, Mapping, list, tuple))
+        fits = isinstance(value, (Tensor, Mapping, list, tuple))
         wrong[f"{key} is a {kind(value)}; give a tensor or a dict of tensors, or leave it out"] = not fits
     refuse("locate()", wrong)
 

@@ -73,8 +73,8 @@ class Names:
         place = walk(sys._getframe(1))
         for module in reversed(place.modules):
             if module not in self.modules:
-                called = (name for name, value in user_variables() if value is module and name != "self")
-                self.adopt(module, next((f"{name}." for name in called), ""))
+                called = (f"{name}." for name, value in user_variables() if value is module and name != "self")
+                self.adopt(module, next(called, ""))
         return place
 
 
