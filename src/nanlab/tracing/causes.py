@@ -116,9 +116,8 @@ class Birth(SimpleNamespace):
 
     def literal(self) -> str:
         """'nan', 'inf', '-inf' or '': a non-finite number written as an argument."""
-        floats = (v for a in self.named().values() for v in as_list(a) if isinstance(v, float))
-        numbers = [v for v in floats if not math.isfinite(v)]
-        return "nan" if any(v != v for v in numbers) else str(max(numbers, default=""))
+        given = [v for a in self.named().values() for v in as_list(a) if isinstance(v, float) and not math.isfinite(v)]
+        return "nan" if any(v != v for v in given) else str(max(given, default=""))
 
     def measured(self, x: Tensor, other: object) -> bool:
         """Is x / other no mean of a selection, although ``other`` holds whole numbers?
@@ -277,8 +276,7 @@ def _(b: Birth) -> bool:
     of its result: where() after the fact still sends 0 · inf backward. Use logsigmoid, log_softmax, vector_norm. svd
     and eigh have no gradient where two values are equal: use svdvals and eigvalsh, or keep the values apart.
     """
-    nan = b.kind == "nan"
-    pole = b.divides_by_zero() or bool(re.search(LOGARITHM, b.op))
+    nan, pole = b.kind == "nan", b.divides_by_zero() or bool(re.search(LOGARITHM, b.op))
     edge = pole or (nan and not b.too_large()) if b.from_finite() else nan and b.saved
     return b.native and edge
 
