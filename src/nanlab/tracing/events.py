@@ -81,11 +81,9 @@ class Taint(dict):
 
     def behind(self, x: Tensor) -> Parts | None:
         """The bad elements of ``x``, by history; None if nothing is known of its memory."""
-        if (known := self.get(key_of(x))) is None:
-            return None
-        histories, which = known
+        histories, which = self.get(key_of(x), ([], None))
         if which is None:
-            return [(None, histories[0])]
+            return [(None, events) for events in histories] or None
         mask = bad_mask(x)
         own = torch.full_like(mask, -1, dtype=torch.int32)
         own[mask] = which[addresses(plain(x), mask, len(which))]
