@@ -115,7 +115,7 @@ def looked_at(tracer: Tracer) -> list[Event]:
 def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
     """The earliest root among everything that reached a sink of the ``Tracer``; the other independent ones beside
     it."""
-    reached = [(name, e) for (role, name), es in tracer.sinks.items() for e in es if not excused(role, e, tracer)]
+    reached = [(name, e) for (role, name), ends in tracer.sinks.items() for e in ends if not excused(role, e, tracer)]
     # Bad before the step, and seen nowhere but where it was: it comes after what broke something.
     unused = lambda root: all(root.name.startswith(name) for name, e in reached if e.root() is root)
     # dict.fromkeys(), since a set would order ties by chance

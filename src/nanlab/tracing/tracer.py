@@ -194,9 +194,8 @@ class Tracer(TorchDispatchMode):
         """Alone, what reaches a loss is not meant."""
         self.sink(name, loss)
         reached = [e.root() for e in self.guilty(loss)]
-        if all(root.deliberate for root in reached):
-            for root in reached:
-                root.deliberate = False
+        for root in reached if all(root.deliberate for root in reached) else ():
+            root.deliberate = False
 
     # -- where are we ------------------------------------------------------------------------------------------------
     def event(self, op: str, phase: str = "", updates: bool = False, **more: object) -> Event:
@@ -271,10 +270,10 @@ class Tracer(TorchDispatchMode):
     def about_to_write(self, args, kwargs, name: str, writes: tuple, overwrites: bool) -> tuple[list[Tensor], dict]:
         """(the tensors that an operation is going to write, by id what they are now)"""
         written = [t for i, a in writes for t in as_list(args[i] if i < len(args) else kwargs.get(a)) if is_float(t)]
-        before, given = {}, written
-        if overwrites:  # what was there does not matter, unless out= is an input too
-            again = () if name.endswith("_") else [id(a) for a in args]
-            before, given = dict.fromkeys(map(id, written), GONE), [t for t in written if id(t) in again]
+        before = dict.fromkeys(map(id, written), GONE) if overwrites else {}
+        # What is overwritten does not matter, unless out= is an input too.
+        again = [id(a) for a in args] if overwrites and not name.endswith("_") else []
+        given = [t for t in written if not overwrites or id(t) in again]
         for t in given if self.steps[-1] is None else ():  # an optimizer's were looked at when it began
             before[id(t)] = Was(kind, t.clone(), self.blame(t)) if (kind := bad(t)) else Was("", t)
         return written, before
@@ -384,8 +383,8 @@ class Tracer(TorchDispatchMode):
                     e.phase, e.rows, e.length = "optimizer", [], 0
             self.last = self.latest[kind] = merge(e for _, e in parts)
             copied = case.before.get(id(t)) is GONE or birth.op in COPIES or any(e.name for e in events.values())
-            if copied and torch._C._current_graph_task_id() == -1:  # a gradient is no place where anybody puts them
-                self.put.add(key_of(t))
+            # A gradient is no place where anybody puts them.
+            self.put |= {key_of(t)} if copied and torch._C._current_graph_task_id() == -1 else set()
 
     def born(self, birth: Birth, parents: tuple[Event, ...], moved: bool) -> Event:
         """The event of a birth: where it is, why, and whether somebody meant it. ``moved``: it is a parameter."""
