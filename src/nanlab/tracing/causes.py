@@ -264,7 +264,7 @@ def _(b: Birth) -> bool:
         return isinstance(x, Tensor) and x.numel() == 0
     counted = b.counts.whole(other) or (not isinstance(other, Tensor) and b.counts.made(x) == "sum")
     measured = b.gradient or (is_float(x) and b.measured(x, other))
-    return b.kind == "nan" and counted and b.zero(other) and not b.native and not measured
+    return b.kind == "nan" and counted and b.zero(other) and not measured
 
 
 @row("gradient_at_edge", r"", "04_log_of_zero")
