@@ -127,7 +127,8 @@ class Birth(SimpleNamespace):
         """
         made = self.counts.made(x)
         if not isinstance(other, Tensor):
-            return made in ("", "sub", "div") or (bool(SELECTS(made)) and x.dim() > 0)
+            setting = made == "div" and not self.counts.none_read  # a count would have been read from a tensor
+            return made == "sub" or setting or (x.dim() > 0 and (made == "" or bool(SELECTS(made))))
         by = self.counts.made(other)
         deviation = (made in ("sub", *COPIES) and by in ("", "sub")) or (made, by) == ("sub", "add")
         weights = self.counts.whole(x) and made in ("clamp", *COPIES) and x.numel() > other.numel()
@@ -204,7 +205,7 @@ def row(name: str, operations: str, lesson: str) -> Callable:
 
 
 NOTES = {  # (cause, kind, operation where it matters) → what its row leaves out
-    ("log_of_zero", "nan", ""): "Here it is less than 0: " + BELOW,
+    ("log_of_zero", "nan", ""): "Here it is out of range: " + BELOW,
     ("masked_row", "-inf", "logsumexp"): "Here it gives −inf, and NaN in its gradient or where such are subtracted.",
 }
 
@@ -308,7 +309,7 @@ def _(b: Birth) -> bool:
     Stay in log space: log_softmax and logsigmoid instead of log(softmax) and log(sigmoid), logsumexp instead of
     log(sum), and for log(1 − p) a log1mexp. An added eps only moves the problem into the gradient.
     """
-    return not any(kind == "nan" for _, _, kind in b.inputs)
+    return not any(kind == "nan" or (kind == "inf" and b.kind == "nan") for _, _, kind in b.inputs)
 
 
 @row("zero_times_inf", PRODUCT, "04_log_of_zero")

@@ -28,7 +28,7 @@ SUMS = ("mean", "sum")  # a −inf that is one of these is no mask
 # On a GPU TRL launches kernels (Triton) that are no operations of torch: it shall take what it has for other devices.
 KERNELS = (("trl.kernels.chunked_logprob", "_TRITON_AVAILABLE"), ("trl.trainer.utils", "is_triton_available"))
 LOOKED_AT = "But the code looked at such a number, which it may have left out:"
-ABOUT_NAN = re.compile(r"(?<!fi)nan|\binf\b|(?<!de)finite|diverge", re.IGNORECASE).search
+ABOUT_NAN = re.compile(r"(?<![a-z])nans?(?![a-z])|isnan|\binf\b|(?<!de)finite|diverge", re.IGNORECASE).search
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 
 
@@ -100,8 +100,9 @@ def abandoned(tracer: Tracer, error: BaseException) -> None:
     tracer.sinks["", "what the operation refused"] = tracer.refused
     tracer.sinks["held", "the number at which the step raised"] = tracer.last if so else ()
     tracer.sinks["", "the whole number by which the step raised"] = () if so else tracer.chosen
-    if tracer.engine <= tracer.looked:  # else the step has gone on since, and raised for a reason of its own
-        tracer.sinks["", "a number that was looked at before the step raised"] = looked_at(tracer)
+    if -1 < tracer.looked >= tracer.engine:  # else the step has gone on since, and raised for a reason of its own
+        role = "held" if tracer.engine < tracer.went_backward else ""  # between a trainer's batches one looks at much
+        tracer.sinks[role, "a number that was looked at before the step raised"] = looked_at(tracer)
 
 
 def looked_at(tracer: Tracer) -> list[Event]:
@@ -142,7 +143,8 @@ def verdict(tracer: Tracer, exception: BaseException | None = None) -> Report:
 
 def about(root: Event, names: list[str], ends: list[Event]) -> Report:
     """What one birth looks like: from it to the NaN it became, to the sinks that it reached."""
-    names, steps = list(dict.fromkeys(names)), [min(ends, key=lambda e: (e.phase != root.phase, e.kind != "nan", e.n))]
+    later = lambda e: e.phase != root.phase and root.phase not in ("data", "state")
+    names, steps = list(dict.fromkeys(names)), [min(ends, key=lambda e: (later(e), e.kind != "nan", e.n))]
     while steps[0] is not root:
         steps.insert(0, next(p for p in steps[0].parents if p.root() is root))
     origin = root

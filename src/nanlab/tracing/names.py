@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import traceback
@@ -50,8 +51,10 @@ class Names:
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
         """Learn what its state is called, which may have been restored from a checkpoint."""
-        called = {id(v): label for variable in user_variables() for label, v in parts_of(*variable)}
-        for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        unknown = {id(p) for p in parameters} - self.parameters.keys()
+        called = {id(v): name for variable in user_variables() for name, v in parts_of(*variable)} if unknown else {}
+        for i, p in enumerate(parameters):
             self.adopt_parameter(called.get(id(p), f"#{i}"), p)
             for name, value in optimizer.state.get(p, {}).items():
                 self.add(value, f"optimizer state {name} of {self.of(p)}", "bad_state")
@@ -82,7 +85,8 @@ def entries_of(name: str, value: object) -> list[tuple[str, object]]:
     """(name, entry) of a container, at most a thousand. Its own entries: some mappings load them when asked."""
     held = value.data if isinstance(value, UserDict) else value
     pairs = dict.items(held) if isinstance(held, dict) else enumerate(held) if isinstance(held, (list, tuple)) else ()
-    return [(f"{name}[{k!r}]", entry) for k, entry in itertools.islice(pairs, 1000)]
+    shown = lambda k: repr(k) if isinstance(k, (str, int)) else type(k).__name__  # to print a tensor takes its time
+    return [(f"{name}[{shown(k)}]", entry) for k, entry in itertools.islice(pairs, 1000)]
 
 
 def with_entries(variables: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -99,7 +103,8 @@ def parts_of(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Te
         if value.is_leaf and value.grad is not None:
             yield f"{name}.grad", value.grad
     elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.flags.writeable:
-        yield name, torch.from_numpy(value)
+        with contextlib.suppress(TypeError, ValueError):  # stored in a way that torch does not know
+            yield name, torch.from_numpy(value)
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{k}", v) for k, v in (*value.named_parameters(), *value.named_buffers()))
     elif depth and not isinstance(value, (str, type, ModuleType, Optimizer, TorchDispatchMode)):

@@ -171,7 +171,8 @@ class Hunt:
     def spoilt(self) -> set:
         """Parameters and buffers that hold NaN, and what the trainer itself keeps that is not finite."""
         held = (parts_of(k, v) for k, v in vars(self.trainer).items() if not isinstance(v, nn.Module))
-        kept = {name for parts in held for name, t in parts if is_float(t) and bad(t)}
+        other = lambda t: is_float(t) and id(t) not in self.tracer.names.parameters
+        kept = {name for parts in held for name, t in parts if other(t) and bad(t)}
         return kept | {id(t) for t in self.state() if is_float(t) and bad(t) == "nan"}
 
     def failed(self, result: Any, before: set) -> bool:
@@ -290,7 +291,6 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
         sink_state(hunt.tracer)
         abandoned(hunt.tracer, error)
         hunt.report = verdict(hunt.tracer, error)
-        hunt.report.batch = hunt.batch if hunt.report.found and hunt.batch >= 0 else None
     finally:
         undo()
     return hunt.conclude(metrics)

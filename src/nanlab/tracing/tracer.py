@@ -110,24 +110,13 @@ class Tracer(TorchDispatchMode):
         before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
         self.hooks = [before(self.before_step), after(lambda *_: self.steps.pop())]
         self.backward, torch.autograd.backward = torch.autograd.backward, self.run_backward
-        # These are no operations that are dispatched.
-        Tensor.tolist, Tensor.numpy = self.reading(Tensor.tolist), self.reading(Tensor.numpy)
         return super().__enter__()
 
     def __exit__(self, *exc):
         torch.autograd.backward = self.backward
-        del Tensor.tolist, Tensor.numpy  # what was there before is inherited
         for hook in self.hooks:
             hook.remove()
         return super().__exit__(*exc)
-
-    def reading(self, original: Callable) -> Callable:
-        def read(t: Tensor, *args, **kwargs) -> object:
-            with _disable_current_modes():
-                self.read(t, bad(t) if is_float(t) else "")
-            return original(t, *args, **kwargs)
-
-        return read
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple:
         """Look at what the optimizer is given. Its arguments, where a closure runs as what it is."""
@@ -317,7 +306,8 @@ class Tracer(TorchDispatchMode):
         looks = (drawn or name == "_local_scalar_dense") and args and is_float(args[0])
         kind = bad(args[0]) if looks else ""
         if kind and not drawn:
-            self.read(args[0], kind)
+            if all(e.phase == "data" for e in self.reads.get(kind, ())):  # a sentinel may have been read before
+                self.reads[kind] = self.guilty(args[0])
         elif kind == "nan":
             self.chosen = self.guilty(args[0])  # argmax, long(), a drawn token
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
@@ -326,11 +316,6 @@ class Tracer(TorchDispatchMode):
             self.scaler_skips |= bool(args[2]) and float(args[0]) >= 1
         self.looked = self.n if kind else self.looked
         self.follow(name, args, out)
-
-    def read(self, t: Tensor, kind: str) -> None:
-        """Python takes the numbers out of a tensor."""
-        if kind and all(e.phase == "data" for e in self.reads.get(kind, ())):  # a sentinel may have been read before
-            self.reads[kind] = self.guilty(t)
 
     def follow(self, name: str, args: tuple, out: object) -> None:
         """Answers to the question whether a number is bad, and what is made of answers: how many there are."""
@@ -465,7 +450,7 @@ class Tracer(TorchDispatchMode):
             self.sends, event.rows, event.length = (event,), [], 0
         event.amount += ", inf among them" * (kind == "nan" and bool(wide(whole).isinf().any()))
         if key_of(x) in self.lifted or name == UNNAMED:  # made of a bad number that had been read
-            event.parents = self.lifted.get(key_of(x)) or self.reads.get(kind, ())
+            event.parents = merge([[e.root() for e in self.lifted.get(key_of(x)) or self.reads.get(kind, ())]])
         self.taint.record(x, [(None, (event,))])
         self.came.add(key_of(x))
         return (event,)
