@@ -228,7 +228,7 @@ def code_lines(path: Path) -> int:
 
 def test_the_code_does_not_grow_unnoticed():
     sizes = {path.name: code_lines(path) for path in FOLDER.glob("*.py")}
-    assert sum(sizes.values()) <= 1565, sizes  # with the imports of thirteen files
+    assert sum(sizes.values()) <= 1562, sizes  # with the imports of thirteen files
 
 
 def test_tracing_imports_nothing_of_ours_but_the_error():

@@ -29,7 +29,6 @@ DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|add
 MODULO = r"remainder|fmod"  # by 0, of any number
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
 POLES = "acos|asin|atanh|acosh|sqrt|erfinv|log|lgamma|digamma|polygamma|special_|.*det|.*solve|linalg_inv"
-BELOW = "a difference that rounding has made negative (clamp it), a parameter that has to stay positive, a wrong sign."
 LOGARITHM = r"^(_foreach_)?(log(2|10|1p|it|_sigmoid_forward)?|xlogy|_log_softmax)_?$|ctc_loss|special_xlog1py|slogdet"
 
 
@@ -205,7 +204,7 @@ def row(name: str, operations: str, lesson: str) -> Callable:
 
 
 NOTES = {  # (cause, kind, operation where it matters) → what its row leaves out
-    ("log_of_zero", "nan", ""): "Here it is out of range: " + BELOW,
+    ("log_of_zero", "nan", ""): "Here it is out of range: rounding, a wrong sign, a parameter that must stay positive.",
     ("masked_row", "-inf", "logsumexp"): "Here it gives −inf, and NaN in its gradient or where such are subtracted.",
 }
 

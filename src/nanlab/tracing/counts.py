@@ -14,9 +14,8 @@ LARGEST = 1 << 22  # elements; a larger tensor is not looked at again
 SELECTS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|eye|scalar_tensor").fullmatch
 KEEPS = re.compile(  # counts of counts, and parts of them, are counts
     r"(nan)?sum|mean|cumsum|b?mm|mv|dot|bincount|histc|(scatter|index)_add_?|(div|mul|add|r?sub|copy|fill|masked_fill)_?"
-    r"|_to_copy|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter_?|gather|where|repeat.*|tril|triu|clamp.*"
-    r"|(max|min)imum|cumprod|prod|nan_to_num|constant_pad_nd|.*pool.*|upsample.*|embedding"
-    r"|index_select|masked_select|scatter_reduce"
+    r"|_to_copy|neg|roll|flip|cat|stack|clone|index|index_put_?|scatter(_|_reduce)?|gather|where|repeat.*|tril|triu"
+    r"|clamp.*|(max|min)imum|(cum)?prod|nan_to_num|constant_pad_nd|.*pool.*|upsample.*|embedding|(index|masked)_select"
 ).fullmatch
 
 

@@ -170,9 +170,8 @@ class Hunt:
 
     def spoilt(self) -> set:
         """Parameters and buffers that hold NaN, and what the trainer itself keeps that is not finite."""
-        held = (parts_of(k, v) for k, v in vars(self.trainer).items() if not isinstance(v, nn.Module))
-        other = lambda t: is_float(t) and id(t) not in self.tracer.names.parameters
-        kept = {name for parts in held for name, t in parts if other(t) and bad(t)}
+        held = (part for k, v in vars(self.trainer).items() if not isinstance(v, nn.Module) for part in parts_of(k, v))
+        kept = {name for name, t in held if is_float(t) and id(t) not in self.tracer.names.parameters and bad(t)}
         return kept | {id(t) for t in self.state() if is_float(t) and bad(t) == "nan"}
 
     def failed(self, result: Any, before: set) -> bool:
