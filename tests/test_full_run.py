@@ -528,6 +528,15 @@ def test_a_model_without_a_tokenizer(tmp_path, capsys):
     assert snapshot(tmp_path) == before
 
 
+def is_refused(model, capsys, words):
+    """`nanlab run` says so in one line, and leaves nothing behind."""
+    capsys.readouterr()  # saving may have shown its progress
+    before = snapshot(model.parent)
+    assert cli.main(["run", "--method", "dpo", "--model", str(model), "--output", str(model.parent / "run")]) == 2
+    assert words in told(capsys)
+    assert snapshot(model.parent) == before
+
+
 def test_an_adapter_without_its_model(tmp_path, capsys):
     """transformers loads the model below it too, but saves the adapter alone."""
     peft = pytest.importorskip("peft")
@@ -536,12 +545,7 @@ def test_an_adapter_without_its_model(tmp_path, capsys):
     model.name_or_path = str(tmp_path / "model")
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["query_key_value"])).save_pretrained(tmp_path / "lora")
     tokenizer.save_pretrained(tmp_path / "lora")
-    capsys.readouterr()  # saving may have shown its progress
-    before = snapshot(tmp_path)
-    arguments = ["run", "--method", "dpo", "--model", str(tmp_path / "lora"), "--output", str(tmp_path / "run")]
-    assert cli.main(arguments) == 2
-    assert "lora': is an adapter; merge it into its model (merge_and_unload)" in told(capsys)
-    assert snapshot(tmp_path) == before
+    is_refused(tmp_path / "lora", capsys, "lora': is an adapter; merge it into its model (merge_and_unload)")
 
 
 def test_an_encoder_that_sees_the_future(tmp_path, capsys):
@@ -551,12 +555,7 @@ def test_an_encoder_that_sees_the_future(tmp_path, capsys):
     )
     BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
     tokenizer.save_pretrained(tmp_path / "bert")
-    capsys.readouterr()  # saving may have shown its progress
-    before = snapshot(tmp_path)
-    arguments = ["run", "--method", "dpo", "--model", str(tmp_path / "bert"), "--output", str(tmp_path / "run")]
-    assert cli.main(arguments) == 2
-    assert "bert': what it says at a token depends on later ones" in told(capsys)
-    assert snapshot(tmp_path) == before
+    is_refused(tmp_path / "bert", capsys, "bert': what it says at a token depends on later ones")
 
 
 def test_a_model_that_the_run_would_clear_away(tmp_path, capsys):
