@@ -865,6 +865,16 @@ def test_many_bad_evaluations_cost_no_more_than_good_ones():
     assert seconds(NAN) < 3 * seconds(1.0) + 0.2  # every step asked for every evaluation: 8 s
 
 
+def test_many_repeated_losses_cost_no_more_than_others():
+    def seconds(length):
+        log = train([2 + math.sin(n // length) / 2 for n in range(10_000)], [1.0] * 10_000)
+        start = time.process_time()
+        assert ("repeated_loss" in autopsy(log).codes) is (length > 1)
+        return time.process_time() - start
+
+    assert seconds(4) < 3 * seconds(1) + 0.2  # each repetition asked which steps were guarded: 20 s
+
+
 def test_a_long_run_takes_memory_of_its_own_size():
     count = 20_000
     heights = np.random.default_rng(0).normal(0, 0.1, count)

@@ -194,7 +194,8 @@ def _repeated_loss(log: Log) -> Seen | None:
     starting = np.abs(loss - math.log(2)) < 1e-5
     runs = [run for run in _runs(same & exact) if len(run) >= 2 and not starting[run[0]]]
     runs += [run for run in _runs(same & starting) if len(run) >= 9 and run.stop == len(loss)]
-    runs = [run for run in runs if not {*steps[run.start : run.stop]} & {*_guarded(log)}]  # that is why
+    guarded = {*_guarded(log)}  # there the guard is why
+    runs = [run for run in runs if guarded.isdisjoint(steps[run.start : run.stop])]
     return Seen([step for run in runs for step in steps[run.start - 1 : run.stop]], "likely") if runs else None
 
 
