@@ -475,14 +475,46 @@ def test_what_a_trainer_keeps_may_be_stored_in_a_way_that_torch_does_not_know(ma
     assert not locate(trainer).found
 
 
-def test_a_callback_that_raises_for_its_own_reason_after_it_has_read_a_sentinel(make):
-    class Reads(TrainerCallback):
-        best = torch.tensor(NAN)
+@pytest.mark.parametrize("look", [torch.Tensor.sum, torch.argmax, lambda best: best.isnan().any()])
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
+def test_a_callback_that_raises_for_its_own_reason_after_it_has_looked_at_a_sentinel(make, event, look):
+    best = torch.tensor([1.0, NAN])
 
-        def on_step_end(self, args, state, control, **kwargs):
-            if self.best.item() != 0:
-                raise OSError("disk full on /mnt/nano")
+    def read(self, args, state, control, **kwargs):
+        if look(best).item() is not None:
+            raise OSError("disk full on /mnt/nano")
 
-    report = locate(make(callbacks=[Reads()]))
+    report = locate(make(callbacks=[type("Reads", (TrainerCallback,), {event: read})()]))
     assert not report.found, str(report)
     assert isinstance(report.exception, OSError)
+
+
+def test_a_batch_that_raises_for_its_own_reason_after_a_callback_has_asked_about_a_sentinel(make):
+    class Raises(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            if 5 in inputs["x"].tolist():
+                raise OSError("disk full")
+            return model(**inputs)["loss"]
+
+    class Asks(TrainerCallback):
+        best = torch.tensor([1.0, NAN])
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.known = not self.best.isnan().any()
+
+    report = locate(make(Raises, callbacks=[Asks()]))
+    assert (report.found, report.batch) == (False, 2), str(report)
+
+
+@pytest.mark.parametrize("row", [0, 5])
+def test_a_batch_that_raises_after_a_look_at_its_loss_is_that_batchs_fault(make, row):
+    class Strict(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            loss = model(**inputs)["loss"]
+            if not loss.isfinite():
+                raise ValueError("stop here")
+            return loss
+
+    rows = [{**one, "w": NAN if one["x"] == row else 1.0} for one in DATA]
+    report = locate(make(Strict, rows=rows, remove_unused_columns=False))
+    assert (report.op, report.batch, report.examples) == ("batch w", row // 2, [row]), str(report)

@@ -88,20 +88,22 @@ def sink_state(tracer: Tracer) -> None:
             tracer.sink(f"buffer {name}", buffer, "state")
 
 
-def abandoned(tracer: Tracer, error: BaseException) -> None:
-    """The step raised: what its frames held, and what it says, is all there is to judge by."""
+def abandoned(tracer: Tracer, error: BaseException, role: str = "") -> None:
+    """The step raised: what its frames held, and what it says, is all there is to judge by.
+
+    ``role``: of what was only looked at. Between a trainer's batches it is "held": much is looked at there.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         seen = whose(frame.f_code) == USER and not tracer.refused
         for name, value in list(frame.f_locals.items()) if seen else ():
             tracer.sink(f"variable {name} when the step raised", value, "held")
             for label, part in parts_of(name, value, 1) if not isinstance(value, (Tensor, nn.Module)) else ():
                 tracer.sink(f"variable {label} when the step raised", part, "held")
-    so = tracer.raised_about_nan = bool(ABOUT_NAN(str(error)))
+    about_nan = tracer.raised_about_nan = bool(ABOUT_NAN(str(error)))
     tracer.sinks["", "what the operation refused"] = tracer.refused
-    tracer.sinks["held", "the number at which the step raised"] = tracer.last if so else ()
-    tracer.sinks["", "the whole number by which the step raised"] = () if so else tracer.chosen
-    if -1 < tracer.looked >= tracer.engine:  # else the step has gone on since, and raised for a reason of its own
-        role = "held" if tracer.engine < tracer.went_backward else ""  # between a trainer's batches one looks at much
+    tracer.sinks["held", "the number at which the step raised"] = tracer.last if about_nan else ()
+    tracer.sinks[role, "the whole number by which the step raised"] = () if about_nan else tracer.chosen
+    if tracer.looked >= tracer.engine:  # else the step has gone on since, and raised for a reason of its own
         tracer.sinks[role, "a number that was looked at before the step raised"] = looked_at(tracer)
 
 

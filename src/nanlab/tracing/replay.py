@@ -145,7 +145,7 @@ class Hunt:
         undo()
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         self.tracer.scaler_skips = scaler is not None and scaler.get_scale() > 1
-        self.tracer.reads = {}  # what was logged before is not what this batch is made of
+        self.tracer.reads, self.tracer.answer = {}, ()  # what was logged before is not what this batch is made of
         for label, part in (part for item in given.items() for part in parts_of(*item)):
             self.tracer.names.add(part, f"batch {label}")
         report, seen = run(self.tracer, call)
@@ -288,7 +288,7 @@ def locate_in_trainer(trainer: Any, mode: str, max_batches: int | None) -> Repor
             hunt.look()
     except RAISED as error:
         sink_state(hunt.tracer)
-        abandoned(hunt.tracer, error)
+        abandoned(hunt.tracer, error, "held")
         hunt.report = verdict(hunt.tracer, error)
     finally:
         undo()
