@@ -462,11 +462,12 @@ def test_a_batch_of_prompts_has_rows_of_the_dataset(make):
             x = torch.tensor([len(row["prompt"]) for row in inputs])
             return model(x, labels=x % 3)["loss"] / (x != 5).sum()  # no prompt is left
 
-    trainer = make(Prompts, rows=[{"prompt": "a" * (n // 2)} for n in range(16)], remove_unused_columns=False, steps=8)
+    trainer = make(Prompts, remove_unused_columns=False, steps=8)
+    trainer.train_dataset = [{"prompt": "a" * (n // 2 - 1) + "\ud83d"} for n in range(2, 18)]  # half an emoji
     trainer.data_collator = list
     report = locate(trainer)
-    assert (report.source, report.batch, report.examples) == (line("no prompt is left"), 5, []), str(report)
-    assert "The batch is made of rows 10, 11 of the dataset." in report.explanation
+    assert (report.source, report.batch, report.examples) == (line("no prompt is left"), 4, []), str(report)
+    assert "The batch is made of rows 8, 9 of the dataset." in report.explanation
 
 
 def test_what_a_trainer_keeps_may_be_stored_in_a_way_that_torch_does_not_know(make):

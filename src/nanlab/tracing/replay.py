@@ -256,7 +256,7 @@ def troubled(value: object) -> bool:
 
 def alike(batch: Any, inputs: dict[str, Any]) -> bool:
     """Do two batches hold the same numbers, wherever they lie, or the same text?"""
-    as_tensor = lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else torch.tensor([*leaf.encode()])
+    as_tensor = lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else torch.tensor([*map(ord, leaf)])
     old, new = ([as_tensor(t) for t in tree_leaves(b) if isinstance(t, (Tensor, str))] for b in (batch, inputs))
     same = lambda a, b: a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is no 0
     return bool(old) and len(old) == len(new) and all(map(same, old, new))
