@@ -55,6 +55,20 @@ def test_the_graph_of_a_loss_from_before_the_step_has_no_forward_line():
     assert "SqrtBackward0)" in report.story[0]
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_the_step_does_first_is_not_the_forward_line_of_an_older_graph(grad):
+    root = torch.sqrt(leaf(0.0, 1.0))
+
+    def step():
+        with torch.set_grad_enabled(grad):
+            weight = torch.ones(2)
+        (root * weight).sum().backward()  # through the older graph
+
+    report = locate(step)
+    assert report.source == line("through the older graph"), str(report)
+    assert "SqrtBackward0)" in report.story[0]
+
+
 # -- operations ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("inference", [False, True])
 def test_an_operation_of_operations_is_one(inference):

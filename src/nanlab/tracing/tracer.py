@@ -110,6 +110,7 @@ class Tracer(TorchDispatchMode):
         before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
         self.hooks = [before(self.before_step), after(lambda *_: self.steps.pop())]
         self.backward, torch.autograd.backward = torch.autograd.backward, self.run_backward
+        self.forward.setdefault(torch.autograd._get_sequence_nr() - 1)  # of the graph that is there already
         return super().__enter__()
 
     def __exit__(self, *exc):
@@ -213,7 +214,7 @@ class Tracer(TorchDispatchMode):
     def made(self, node: object, place: Place) -> tuple[Place, str]:
         """(line, operation) of the forward pass to which a node of the backward pass belongs, if it is known."""
         number = node._sequence_nr()
-        return next((self.forward[k] for k in range(number, number - 3, -1) if k in self.forward), (place, ""))
+        return next((self.forward[k] for k in range(number, number - 3, -1) if self.forward.get(k)), (place, ""))
 
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
