@@ -100,7 +100,6 @@ def test_derivatives_in_forward_mode_do_not_end_the_interpreter():
     code = """
 import torch
 from nanlab import locate
-from nanlab.errors import InputError
 
 w, f = torch.tensor([0.5, 1.0]), lambda w: (w**3).sum()
 net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
