@@ -2049,3 +2049,18 @@ def test_a_sum_that_is_averaged_twice_is_a_mean_of_nothing():
         return (losses * (losses > 5)).sum() / 2 / kept  # of none
 
     assert verdict(locate(step)) == ("empty_mean", "forward", line("of none"))
+
+
+@pytest.mark.parametrize("number", [torch.Tensor.item, lambda count: count])
+def test_a_difference_of_two_sums_over_their_count_is_a_mean_of_nothing(number):
+    chosen, rejected = leaf(1.0, 2.0), leaf(3.0, 4.0)
+
+    def step():
+        mask = (chosen > 5).float()
+        return ((chosen * mask).sum() - (rejected * mask).sum()) / number(mask.sum())
+
+    assert locate(step).cause == "empty_mean"
+
+
+def test_a_range_over_a_setting_of_zero_is_no_mean():
+    assert locate(lambda: (lambda x: (x.max() - x.min()) / 0)(leaf(1.0, 1.0))).cause == "zero_over_zero"

@@ -126,8 +126,8 @@ class Birth(SimpleNamespace):
         """
         made = self.counts.made(x)
         if not isinstance(other, Tensor):
-            setting = made == "div" and not self.counts.none_read  # a count would have been read from a tensor
-            return made == "sub" or setting or (x.dim() > 0 and (made == "" or bool(SELECTS(made))))
+            setting = made in ("div", "sub") and not self.counts.none_read  # a count is read from a tensor
+            return setting or (x.dim() > 0 and (made in ("", "sub") or bool(SELECTS(made))))
         by = self.counts.made(other)
         deviation = (made in ("sub", *COPIES) and by in ("", "sub")) or (made, by) == ("sub", "add")
         weights = self.counts.whole(x) and made in ("clamp", *COPIES) and x.numel() > other.numel()
