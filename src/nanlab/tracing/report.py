@@ -104,6 +104,5 @@ class Report:
 
     def _repr_html_(self) -> str:
         items = (ITEM.format(escape(title), "<br>".join(map(escape, lines))) for title, lines in self.items())
-        return CARD.format(
-            "#c0392b" if self.found or self.exception else "#2e8b57", escape(f"locate: {self.headline}"), "".join(items)
-        )
+        colour = "#c0392b" if self.found or self.exception else "#2e8b57"
+        return CARD.format(colour, escape(f"locate: {self.headline}"), "".join(items))
