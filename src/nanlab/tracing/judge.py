@@ -28,7 +28,7 @@ SUMS = ("mean", "sum")  # a −inf that is one of these is no mask
 # On a GPU TRL launches kernels (Triton) that are no operations of torch: it shall take what it has for other devices.
 KERNELS = (("trl.kernels.chunked_logprob", "_TRITON_AVAILABLE"), ("trl.trainer.utils", "is_triton_available"))
 LOOKED_AT = "But the code looked at such a number, which it may have left out:"
-ABOUT_NAN = re.compile(r"(?<![a-z])nans?(?![a-z])|isnan|\binf\b|(?<!de)finite|diverge", re.IGNORECASE).search
+ABOUT_NAN = re.compile(r"NaN|(?i:(?<![a-z])nans?(?![a-z])|isnan|\binf(s|inity)?\b|(?<!de)finite|diverge)").search
 RAISED = (Exception, SystemExit)  # some loops leave with sys.exit() when the loss is NaN
 
 
