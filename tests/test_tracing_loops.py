@@ -1926,8 +1926,10 @@ def test_the_logarithm_of_a_row_of_zeros_is_no_mask():
 
 
 def test_what_only_the_optimizer_shows_is_called_as_the_code_calls_it():
-    hidden = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    optimizer, call = torch.optim.SGD(hidden.parameters(), lr=0.1), {"model": lambda x: hidden(x)}
+    hidden = nn.Sequential(nn.Linear(2, 1, bias=False))
+    for last in hidden.parameters():
+        nn.init.ones_(last)
+    optimizer, call = torch.optim.SGD(hidden.parameters(), lr=0.1), {"model": hidden.forward}
 
     def step():
         (call["model"](torch.ones(3, 2)).square().neg().sqrt()).sum().backward()

@@ -53,7 +53,9 @@ class Names:
         """Learn what its state is called, which may have been restored from a checkpoint."""
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
         unknown = {id(p) for p in parameters} - self.parameters.keys()
-        called = {id(v): name for variable in user_variables() for name, v in parts_of(*variable)} if unknown else {}
+        # What a module calls it has the last word: a loop's variable is still there when the loop has ended.
+        variables = sorted(user_variables() if unknown else (), key=lambda one: isinstance(one[1], nn.Module))
+        called = {id(v): name for variable in variables for name, v in parts_of(*variable)}
         for i, p in enumerate(parameters):
             self.adopt_parameter(called.get(id(p), f"#{i}"), p)
             for name, value in optimizer.state.get(p, {}).items():
