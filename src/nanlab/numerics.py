@@ -56,6 +56,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None 
 
 
 def check_tensors(**given: object) -> None:
+    """Raise `InputError` with the name of the first that is no tensor."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise InputError(f"{name} is a {type(value).__name__}: give a tensor")

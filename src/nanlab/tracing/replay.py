@@ -3,8 +3,9 @@
 ``trainer.train()`` or ``trainer.evaluate()`` itself runs, so that accumulation, clipping, schedules, collators and
 your own callbacks are the real ones, up to ``max_steps``. Nothing is saved, logged, shown or (in training) evaluated,
 and a guard looks away. Each batch first runs untraced. If its loss or a gradient is not finite, if a parameter or a
-buffer has become NaN, or if it raises, all that it changed goes back, and the same batch runs once more under the
-tracer. What runs between the batches always runs under it: collators, callbacks, clipping, optimizer steps.
+buffer has become NaN, if a tensor that the trainer keeps is no longer finite, or if it raises, all that it changed goes
+back, and the same batch runs once more under the tracer. What runs between the batches always runs under it:
+collators, callbacks, clipping, optimizer steps.
 
 Afterwards all that can be reached from the trainer holds what it held, bit for bit: parameters, gradients, optimizers,
 schedulers, scaler, modules and their hooks, callbacks, collators, generators of random numbers, your own attributes.
@@ -114,7 +115,7 @@ class Hunt:
 
     @_disable_current_modes()
     def look(self) -> None:
-        """Since the last batch: has anything spoilt gradients, parameters or optimizer state?"""
+        """Since the last batch: has anything spoilt gradients, parameters, optimizer state, or TRL's own metrics?"""
         sink_state(self.tracer)
         report = verdict(self.tracer)
         if self.agreed(report.found):
@@ -175,7 +176,7 @@ class Hunt:
         return kept | {id(t) for t in self.state() if is_float(t) and bad(t) == "nan"}
 
     def failed(self, result: Any, before: set) -> bool:
-        """Is the loss bad, or a gradient, or a parameter or a buffer that was none before?"""
+        """Is the loss bad, or a gradient, or something in ``spoilt()`` that was not there before?"""
         grads = any(is_float(t.grad) and bool(bad(t.grad)) for t in self.state())
         return grads or any(map(troubled, tree_leaves(result))) or bool(self.spoilt() - before)
 
