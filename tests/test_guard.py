@@ -1491,6 +1491,20 @@ def test_a_diagnosis_does_not_count_in_what_a_trainer_logs(located, tmp_path):
     assert trainer.batches == 4
 
 
+def test_a_trainer_that_cannot_be_put_back_does_not_die_of_the_diagnosis(tmp_path, caplog):
+    class Lazy(dict):
+        def keys(self):
+            raise ImportError("not installed")
+
+        __iter__ = keys
+
+    trainer = make_trainer(rows(8, {2}), tmp_path)
+    trainer.kept = Lazy(a=1)
+    _, guard = trained(trainer, locate=True)
+    assert [event.report for event in guard.events] == [None]
+    assert "not installed" in caplog.text
+
+
 def test_rollback_in_a_trainer_undoes_a_spoiled_parameter(tmp_path):
     from transformers import TrainerCallback
 

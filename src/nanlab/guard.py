@@ -693,9 +693,10 @@ class Guard:
                     optimizer.step()
             return loss
 
-        # A Trainer that computes a loss again would also count it again in its next log entry.
-        undo = freeze([self._call], (nn.Module, torch.optim.Optimizer, Guard, _TrainerLink))
+        undo: Callable[[], None] = lambda: None
         try:
+            # A Trainer that computes a loss again would also count it again in its next log entry.
+            undo = freeze([self._call], (nn.Module, torch.optim.Optimizer, Guard, _TrainerLink))
             report = locate(step, model=self.model, **named_tensors(self._batches))
         except Exception as error:  # a run that survives its NaN must not die of the diagnosis
             logger.warning("locate could not replay the step: %s: %s", type(error).__name__, error)
