@@ -304,6 +304,20 @@ def test_what_a_batch_leaves_on_the_trainer_for_the_next_is_made_there(make):
     assert verdict(report) == ("zero_over_zero", "forward", line("left on the trainer")), str(report)
 
 
+def test_what_a_trainer_keeps_by_pairs_is_told_apart(make):
+    class Cached(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            loss = model(**inputs)["loss"] + self.kept["used", 1]
+            if 3 in inputs["x"].tolist():
+                self.kept["used", 1] = torch.tensor(0.0) / torch.tensor(0.0)  # one of a pair
+            return loss
+
+    trainer = make(Cached)
+    trainer.kept = {("never used", 1): torch.tensor(NAN), ("used", 1): torch.tensor(0.0)}
+    report = locate(trainer)
+    assert verdict(report) == ("zero_over_zero", "forward", line("one of a pair")), str(report)
+
+
 def test_a_mask_that_a_batch_leaves_on_the_trainer_is_no_finding(make):
     class Masked(InOrder):
         mask = None

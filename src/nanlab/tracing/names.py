@@ -87,7 +87,7 @@ def entries_of(name: str, value: object) -> list[tuple[str, object]]:
     """(name, entry) of a container, at most a thousand. Its own entries: some mappings load them when asked."""
     held = value.data if isinstance(value, UserDict) else value
     pairs = dict.items(held) if isinstance(held, dict) else enumerate(held) if isinstance(held, (list, tuple)) else ()
-    shown = lambda k: repr(k) if isinstance(k, (str, int)) else type(k).__name__  # to print a tensor takes its time
+    shown = lambda k: repr(k) if isinstance(k, (str, int, tuple)) else type(k).__name__  # a tensor takes its time
     return [(f"{name}[{shown(k)}]", entry) for k, entry in itertools.islice(pairs, 1000)]
 
 
