@@ -670,19 +670,20 @@ def test_an_optimizer_that_steps_in_a_hook_of_the_backward_is_the_optimizer():
     assert verdict(report) == ("optimizer_underflow", "optimizer", line("step in a hook")), str(report)
 
 
-def test_a_learning_rate_of_nan_from_numpy_is_bad_state():
+@pytest.mark.parametrize("number", [np.float32, torch.tensor])
+def test_a_learning_rate_of_nan_is_bad_state_whatever_holds_it(number):
     w = leaf(0.5, -0.5)
     optimizer = torch.optim.SGD([w], lr=0.1)
 
     def step():
-        for lr in np.array([0.1, np.nan], dtype=np.float32):
-            optimizer.param_groups[0]["lr"] = lr
+        for lr in (0.1, NAN):
+            optimizer.param_groups[0]["lr"] = number(lr)
             optimizer.zero_grad()
             (w * w).sum().backward()
-            optimizer.step()  # rate from numpy
+            optimizer.step()  # rate of nan
 
     report = locate(step)
-    assert verdict(report) == ("bad_state", "state", line("rate from numpy")), str(report)
+    assert verdict(report) == ("bad_state", "state", line("rate of nan")), str(report)
     assert report.op == "lr of the optimizer"
 
 

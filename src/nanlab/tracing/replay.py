@@ -239,10 +239,9 @@ class Hunt:
             self.report = verdict(self.tracer)
         if not self.report.found and self.report.batch is None:
             raised, begun = self.report.exception, self.batch + 1
-            empty = not (raised or begun)
             said = {
                 f"{self.mode} raised outside of its batches, after {begun} had begun.": raised,
-                f"Not one batch was run: the {self.mode}_dataset is empty, or too small for a batch.": empty,
+                f"Not one batch was run: the {self.mode}_dataset is empty or too small for one.": not (raised or begun),
                 f"Batches {self.irregular} failed, but not when they ran again. {IRREGULAR}": self.irregular,
                 f"Not finite, although no batch was to blame: {', '.join(wrong)}. {BETWEEN}": wrong,
             }

@@ -146,6 +146,7 @@ class Tracer(TorchDispatchMode):
                 said = f"{name} is {float(value)} when step() is called."
                 event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
                 self.settings.setdefault(kind, event)
+                self.names.add(value, label, "bad_state")
 
     def closure(self, call: Callable, *args, **kwargs) -> object:
         """Within an optimizer's step: forward and backward."""
