@@ -508,6 +508,7 @@ def test_other_models_of_the_trainer_have_names_of_their_own(tmp_path, place):
     trainer.teacher = {"teacher": teacher, "teacher['a']": {"a": teacher}, "teacher[1]": [0, teacher]}[place]
     report = locate(trainer)
     assert (report.cause, report.op) == ("bad_state", f"parameter {place}.gpt_neox.layers.1.mlp.dense_h_to_4h.weight")
+    assert "The batch is made of" not in report.explanation  # no row has made it
 
 
 def test_rows_of_the_dataset_under_accumulation(tmp_path):
