@@ -1424,7 +1424,7 @@ def test_a_gradient_left_over_in_a_plain_tensor_is_state_and_has_its_name():
 
     report = locate(step)
     assert verdict(report) == ("bad_state", "state", line("clipped by hand")), str(report)
-    assert report.op == "kept[0].grad"
+    assert report.op == "gradient of kept[0], left over from before"
 
 
 # -- an inf, and finite numbers that are as bad ------------------------------------------------------------------------
@@ -2001,10 +2001,22 @@ def test_what_torch_computes_in_python_has_its_line():
     assert report.library.startswith("torch/distributions/dirichlet.py")
 
 
-@pytest.mark.parametrize("value", [5, "a", None, nn.Linear(1, 1)])
+@pytest.mark.parametrize("value", [5, "a", nn.Linear(1, 1)])
 def test_a_name_for_what_is_no_tensor_is_refused(value):
     with pytest.raises(InputError, match=r"^locate\(\): optimiser is a \w+; give a tensor or a dict of tensors"):
         locate(lambda: None, optimiser=value)
+
+
+def test_a_batch_may_be_a_list():
+    batch = [torch.ones(2), torch.tensor([1.0, NAN])]
+    report = locate(lambda: (batch[0] * batch[1]).sum(), batch=batch)
+    assert (report.cause, report.op) == ("bad_input", "batch 1"), str(report)
+
+
+def test_a_batch_may_have_fields_that_are_no_tensors():
+    batch = {"x": torch.tensor([1.0, NAN]), "weights": None, "text": ["a", "b"]}
+    report = locate(lambda: batch["x"].sum(), **batch)
+    assert (report.cause, report.op) == ("bad_input", "batch x"), str(report)
 
 
 def test_arrays_that_torch_cannot_hold_are_passed_over():

@@ -16,6 +16,7 @@ from nanlab.tracing.names import with_entries
 from nanlab.tracing.replay import METHODS, is_trainer, locate_in_trainer
 from nanlab.tracing.report import Report
 from nanlab.tracing.tracer import Tracer
+from nanlab.tracing.values import as_list
 
 __all__ = ["Report", "locate"]
 
@@ -38,7 +39,8 @@ def locate(
     model, optimizer: for names. Without them, what ``step`` refers to is used.
     mode: "train" or "eval"; for a trainer.
     max_batches: give up after so many healthy batches; for a trainer.
-    named_tensors: tensors, or dicts of tensors, to be called by name if they are bad: ``locate(step, batch=batch)``.
+    named_tensors: tensors, or dicts or lists of tensors, to be called by name if they are bad: ``locate(step,
+        batch=batch)``, ``locate(step, **batch)``.
 
     A step that raises gives a report too: up to there, with ``report.exception``. Compiled models run eagerly here,
     and the inside of one fused kernel (flex_attention) is one operation. What is no operation of torch is not seen:
@@ -54,14 +56,13 @@ def locate(
     tracer = Tracer()
     for name, value in named_tensors.items():
         tracer.names.add(value, f"batch {name}")
-        for key, entry in value.items() if isinstance(value, Mapping) else ():
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(as_list(value)):
             tracer.names.add(entry, f"{name} {key}")
-    around = surroundings(step)
-    held = dict(with_entries(around))
+    held = dict(with_entries(surroundings(step)))
     models = {"": model} if model is not None else {k: v for k, v in held.items() if isinstance(v, nn.Module)}
     for name, m in models.items():
         tracer.names.adopt(m, f"{name}." if len(models) > 1 else "")
-    for name, value in around.items():
+    for name, value in held.items():
         if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
             tracer.names.adopt_parameter(name, value)
     for o in [optimizer] if optimizer is not None else held.values():
@@ -86,7 +87,7 @@ def check(step: Any, model: Any, optimizer: Any, mode: str, max_batches: int | N
         f"step wants arguments: {name}; {give}": callable(step) and wants_arguments(step),
     }
     for key, value in named.items():
-        fits = isinstance(value, (Tensor, Mapping, list, tuple))
+        fits = is_a(value, (Tensor, Mapping, list, tuple))  # a field of a batch may be None
         wrong[f"{key} is a {kind(value)}; give a tensor or a dict of tensors, or leave it out"] = not fits
     refuse("locate()", wrong)
 
