@@ -51,7 +51,7 @@ def test_a_right_log1mexp_passes(answer, capsys):
         (lambda x: log1mexp_right(x.clamp(max=-1e-30)), "at x = 0:"),
         (lambda x: log1mexp_right(x).clamp(min=-60), "at x = 0:"),
         (lambda x: log1mexp_where_after(x).nan_to_num(), "gradient is nan"),
-        (lambda x: log1mexp_right(x.detach()), "raised"),
+        (lambda x: log1mexp_right(x.detach()), "cut off from its input"),
         (lambda x: log1mexp_right(x).sum(), "shape"),
     ],
 )
@@ -97,7 +97,9 @@ def entropy_with_eps(logits):  # the eps is small beside p = 0.1, and not beside
         (lambda x: torch.special.entr(x.softmax(-1)).sum(-1), "gradient"),
         (lambda x: entropy_right(x.nan_to_num(neginf=0.0)), "a forbidden token"),
         (lambda x: -entropy_right(x), "ordinary logits"),
-        (lambda x: entropy_right(x).mean(), "value"),
+        (lambda x: entropy_right(x).mean(), "has the shape [], and should have [2]"),
+        (lambda x: entropy_right(x)[:, None], "has the shape [2, 1], and should have [2]"),
+        (lambda x: entropy_right(x)[:1].repeat(2), "[0.0, 0.0, 1.0, 1.0]: the value is [0.878281], and"),
         (entropy_by_hand, "logits of 1000"),
         (lambda x: entropy_right(x) / torch.tensor(2.0).log(), "ordinary logits"),  # in bits
         (entropy_with_eps, "150,000 tokens"),

@@ -98,8 +98,10 @@ def test_a_right_collate_passes(answer, capsys):
         (collate_as_floats("input_ids"), "input_ids holds floats"),
         (collate_as_floats("labels"), "labels holds floats"),
         (lambda rows, pad_id: {"input_ids": padded(rows, pad_id)}, "attention_mask is missing"),
-        (lambda rows, pad_id: batch_of(padded(rows[:2], pad_id), by_length(rows[:2])), "should be"),
-        (lambda rows, pad_id: None, "AttributeError"),
+        (lambda rows, pad_id: batch_of(padded(rows[:2], pad_id), by_length(rows[:2])), "3 rows, but input_ids"),
+        (lambda rows, pad_id: None, "it gives back None"),
+        (lambda rows, pad_id: {name: x[0] for name, x in collate_right(rows, pad_id).items()}, "has the shape [5]"),
+        (lambda rows, pad_id: {name: x.tolist() for name, x in collate_right(rows, pad_id).items()}, "be a tensor"),
     ],
 )
 def test_a_wrong_collate_is_told_why(answer, hint, capsys):

@@ -5,8 +5,11 @@ A check runs the answer on inputs and compares values with a reference of its ow
 
 from __future__ import annotations
 
+import inspect
 import math
+import operator
 import re
+from collections.abc import Mapping
 
 
 def _verdict(problem: str, praise: str) -> bool:
@@ -18,6 +21,69 @@ def _verdict(problem: str, praise: str) -> bool:
 def _short(number) -> float:
     """Four significant digits: enough for a message, and no 0.8500000000000001."""
     return float(f"{float(number):.4g}")
+
+
+def _shown(thing) -> str:
+    """What the reader's function gave back, in one line of at most 100 characters."""
+    text = " ".join(repr(thing).split())
+    return text if len(text) <= 100 else text[:99] + "…"
+
+
+def _told(error: Exception) -> str:
+    """The error in one line: its kind and the first line of what it says."""
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _ask(answer, *given, read=lambda result: result, want="", nothing="is there a `return`?") -> tuple:
+    """(what the reader's function gives back, as `read` reads it, "") or (None, what is wrong with it).
+
+    Wrong is an error, None, what `read` cannot read, which is then called "no `want`", and a change of what was given.
+    """
+    before = _picture(given)
+    try:
+        result = answer(*given)
+        result = list(result) if inspect.isgenerator(result) else result
+    except Exception as error:
+        return None, f"it raised {_told(error)}"
+    if result is None:
+        return None, f"it gives back None; {nothing}"
+    try:
+        found = read(result)
+    except Exception:
+        return None, f"it gives back {_shown(result)}, which is no {want}."
+    if not _alike(before, _picture(given)):
+        return None, "it changes what it was given, and the caller still needs that as it was: work on a copy."
+    return found, ""
+
+
+def _picture(thing):
+    """A copy of tensors with their gradients, of models and optimizers, and of lists of such things, to compare."""
+    import torch
+
+    if isinstance(thing, torch.Tensor):
+        return thing.detach().clone(), None if thing.grad is None else thing.grad.clone()
+    if isinstance(thing, torch.nn.Module):
+        return _picture([*thing.parameters(), *thing.buffers()])
+    if isinstance(thing, torch.optim.Optimizer):
+        return _picture(thing.param_groups)
+    if isinstance(thing, dict):
+        return {key: _picture(value) for key, value in thing.items()}
+    return [_picture(one) for one in thing] if isinstance(thing, list | tuple) else thing
+
+
+def _alike(one, other) -> bool:
+    """Are two pictures the same? A NaN is like a NaN."""
+    import torch
+
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.shape == other.shape and one.dtype == other.dtype
+        return same and bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return one is other or one == other
 
 
 # --- 01 inf and NaN -------------------------------------------------------------------------------------------------
@@ -32,11 +98,10 @@ def _problem_01_greedy(greedy) -> str:
     import torch
 
     inf, nan = float("inf"), float("nan")
-    good = torch.tensor([[0.1, 2.0, 1.0], [5.0, -inf, 4.0]])
-    try:
-        tokens = [int(token) for token in greedy(good.clone())]
-    except Exception as error:
-        return f"a row with a forbidden token (−inf) is fine, yet this came: {type(error).__name__}: {error}"
+    good = torch.tensor([[0.5, 2.0, 1.0], [5.0, -inf, 4.0]])
+    tokens, trouble = _ask(greedy, good, read=lambda tokens: [int(token) for token in tokens], want="tensor of tokens")
+    if trouble:
+        return f"a row with a forbidden token (−inf) is fine, yet {trouble}"
     if tokens != [1, 0]:
         return f"for {good.tolist()} the most likely tokens are [1, 0], not {tokens}."
     cases = {"a NaN": [0.1, nan, 1.0], "a +inf": [0.1, inf, 1.0], "nothing but −inf": [-inf] * 3, "only NaN": [nan] * 3}
@@ -48,10 +113,14 @@ def _problem_01_greedy(greedy) -> str:
         except ValueError as error:
             if not _names_row(place, error):
                 return f"the ValueError should name the row, {place}; it says {str(error)!r}."
+            continue
         except Exception as error:
-            return f"row {place} holds {what}: raise a ValueError; this came: {type(error).__name__}: {error}"
-        else:
-            return f"row {place} holds {what}, and its token came out as {int(tokens[place])} without a word."
+            return f"row {place} holds {what}: raise a ValueError; this came: {_told(error)}"
+        try:
+            token = int(tokens[place])
+        except Exception:
+            return f"row {place} holds {what}: raise a ValueError; {_shown(tokens)} came out without a word."
+        return f"row {place} holds {what}, and its token came out as {token} without a word."
     return _problem_with_a_dead_model(greedy)
 
 
@@ -69,7 +138,7 @@ def _problem_with_a_dead_model(greedy) -> str:
         named = any(_names_row(row, error) for row in range(3))
         return "" if named else f"a dead model, three rows of NaN: name one of the rows; the error says {str(error)!r}."
     except Exception as error:
-        return f"a dead model, three rows of NaN: raise a ValueError; this came: {type(error).__name__}: {error}"
+        return f"a dead model, three rows of NaN: raise a ValueError; this came: {_told(error)}"
     return "a dead model, three rows of NaN, went through without a word."
 
 
@@ -93,13 +162,11 @@ def _problem_01_bad_gradients(bad_gradients) -> str:
         parameter.grad = None if gradient is None else torch.tensor(gradient)
         model.register_parameter(name, parameter)
     expected = ["one_nan", "all_nan", "one_inf", "minus_inf", "opposite"]
-    try:
-        found = list(bad_gradients(model))
-    except Exception as error:
-        return (
-            f"it raised {type(error).__name__}: {error}. Compare nothing with nan, look at the elements, and mind "
-            "parameters whose grad is None."
-        )
+    found, trouble = _ask(bad_gradients, model, read=list, want="list of names")
+    if trouble.startswith("it raised"):
+        trouble += ". Compare nothing with nan, look at the elements, and mind parameters whose grad is None."
+    if trouble:
+        return trouble
     for name in gradients:
         if (name in found) != (name in expected):
             should = "is bad and was not found" if name in expected else "is not bad, but was reported"
@@ -136,7 +203,7 @@ def _problem_02_standardise(standardise) -> str:
     ])  # fmt: skip
     for what, scale in {"": 1.0, " times 1e-6": 1e-6, " times 1000": 1000.0}.items():
         for name, row in flat.items():
-            values, trouble = _tensor_of(lambda row=row, scale=scale: standardise(torch.tensor([row]) * scale))
+            values, trouble = _tensor_of(standardise, torch.tensor([row]) * scale)
             if trouble:
                 return f"{name}{what}: {trouble}"
             if values.numel() != len(row) or (values != 0).any():
@@ -151,7 +218,7 @@ def _problem_02_standardise(standardise) -> str:
 
 def _problem_of_groups(standardise, rewards, flat: list[int]) -> str:
     """What is wrong with the advantages of several groups of four, of which those numbered in `flat` are flat."""
-    values, trouble = _tensor_of(lambda: standardise(rewards.clone()))
+    values, trouble = _tensor_of(standardise, rewards.clone())
     if trouble:
         return trouble
     if values.shape != rewards.shape:
@@ -192,7 +259,7 @@ def _problem_02_total_reward(total_reward) -> str:
         "nobody scored the answer": ([nan, nan, nan], nan),
     }
     table = torch.tensor([row for row, _ in cases.values()])
-    totals, trouble = _tensor_of(lambda: total_reward(table.clone(), weights.clone()))
+    totals, trouble = _tensor_of(total_reward, table.clone(), weights.clone())
     if trouble:
         return trouble
     if totals.shape != (len(cases),):
@@ -204,17 +271,16 @@ def _problem_02_total_reward(total_reward) -> str:
     return ""
 
 
-def _tensor_of(call) -> tuple:
-    """(what `call` returns as a tensor on the CPU, "") or (None, what went wrong)."""
+def _tensor_of(answer, *given) -> tuple:
+    """(the tensor that `answer` gives back, on the CPU, "") or (None, what went wrong)."""
     import torch
 
-    try:
-        result = call()
-    except Exception as error:
-        return None, f"it raised {type(error).__name__}: {error}"
-    if not isinstance(result, torch.Tensor):
-        return None, f"expected a tensor, got {result!r}"
-    return result.detach().cpu(), ""
+    result, trouble = _ask(answer, *given, nothing="expected a tensor.")
+    if not trouble and not isinstance(result, torch.Tensor):
+        trouble = f"expected a tensor, got {_shown(result)}."
+    elif not trouble and result.is_complex():
+        trouble = f"expected real numbers, got {result.dtype}."
+    return (None, trouble) if trouble else (result.detach().cpu(), "")
 
 
 # --- 03 empty batch -------------------------------------------------------------------------------------------------
@@ -241,11 +307,17 @@ def _problem_03_token_loss(token_loss) -> str:
     ]
     for what, numbers, mask, expected in cases:
         per_token, mask = torch.tensor(numbers, requires_grad=True), torch.tensor(mask)
+        loss, trouble = _ask(token_loss, per_token, mask)
+        if not trouble and not isinstance(loss, torch.Tensor):
+            trouble = f"give the loss as a tensor, so that backward() can start from it; got {_shown(loss)}."
+        elif not trouble and loss.numel() != 1:
+            trouble = f"the loss is one number, got the shape {list(loss.shape)}."
+        if trouble:
+            return f"{what}: {trouble}"
         try:
-            loss = token_loss(per_token, mask)
-            loss.backward()
+            loss.requires_grad and loss.backward()
         except Exception as error:
-            return f"{what}: it raised {type(error).__name__}: {error}"
+            return f"{what}: backward() raised {_told(error)}"
         value, gradient = loss.item(), per_token.grad
         if gradient is None:
             return f"{what}: the loss is cut off from the model, no gradient arrives (DDP ranks then get out of step)."
@@ -281,14 +353,13 @@ def _problem_03_merge(merge) -> str:
         ("no batch at all", [], (nan, 0)),
     ]
     for what, batches, (mean, left_out) in cases:
-        try:
-            result = merge(list(batches))
-        except Exception as error:
-            return f"{what}, {batches}: {type(error).__name__}: {error}"
+        result, trouble = _ask(merge, list(batches), nothing="return a pair (loss, left_out).")
+        if trouble:
+            return f"{what}, {batches}: {trouble}"
         try:
             got_mean, got_left_out = map(float, result)
-        except (TypeError, ValueError):
-            return f"{what}, {batches}: return a pair (loss, left_out), two numbers; got {result!r}."
+        except Exception:
+            return f"{what}, {batches}: return a pair (loss, left_out), two numbers; got {_shown(result)}."
         if not (abs(got_mean - mean) < 1e-6 or (got_mean != got_mean and mean != mean)):
             hint = " Nothing was seen; 0.0 would crown a dead model." if mean != mean and got_mean == 0 else ""
             return f"{what}, {batches}: the mean is {mean}, got {_short(got_mean)}.{hint}"
@@ -314,11 +385,9 @@ def _problem_04_log1mexp(log1mexp) -> str:
     exact = x.detach().double()
     value_64 = torch.where(exact > -0.5, (-exact.expm1()).log(), (-exact.exp()).log1p())
     slope_64 = -1 / (-exact).expm1()
-    try:
-        value = log1mexp(x)
-        (slope,) = torch.autograd.grad(value.sum(), x)
-    except Exception as error:
-        return f"it raised {type(error).__name__}: {error}"
+    value, slope, trouble = _value_and_slope(log1mexp, x)
+    if trouble:
+        return trouble
     for what, got, expected in (("value", value.detach().cpu(), value_64), ("gradient", slope, slope_64)):
         if got.shape != expected.shape:
             return f"the {what} has shape {list(got.shape)}, expected {list(expected.shape)}."
@@ -326,10 +395,27 @@ def _problem_04_log1mexp(log1mexp) -> str:
         if wrong.any():
             i = int(wrong.nonzero()[0])
             return f"at x = {exact[i]:.3g} the {what} is {got[i]:.4g}, and should be {expected[i]:.4g}."
-    at_zero, trouble = _tensor_of(lambda: log1mexp(torch.zeros(1)))
+    at_zero, trouble = _tensor_of(log1mexp, torch.zeros(1))
     if not trouble and not at_zero.isneginf().all():
-        trouble = f"the value is {at_zero.tolist()}, and should be [-inf]."
+        trouble = f"the value is {[_short(v) for v in at_zero.flatten()[:3]]}, and should be [-inf]."
     return f"at x = 0: {trouble}" if trouble else ""
+
+
+def _value_and_slope(answer, x) -> tuple:
+    """(value, gradient of its sum, "") of an answer at x, or (None, None, what went wrong)."""
+    import torch
+
+    value, trouble = _ask(answer, x)
+    if not trouble and not isinstance(value, torch.Tensor):
+        trouble = f"expected a tensor, got {_shown(value)}."
+    elif not trouble and not value.requires_grad:
+        trouble = "the result is cut off from its input, as by item() or detach(), so it has no gradient."
+    if trouble:
+        return None, None, trouble
+    try:
+        return value, *torch.autograd.grad(value.sum(), x), ""
+    except Exception as error:
+        return None, None, f"its gradient raised {_told(error)}"
 
 
 def check_04_entropy(entropy) -> bool:
@@ -352,15 +438,17 @@ def _problem_04_entropy(entropy) -> str:
         plogp = torch.where(log_p.isinf(), 0.0, log_p.exp() * log_p)
         expected = -plogp.sum(-1)
         slope_64 = -(plogp + log_p.exp() * expected[:, None])  # dH/dx = −p (log p + H)
-        try:
-            value = entropy(logits)
-            (slope,) = torch.autograd.grad(value.sum(), logits)
-        except Exception as error:
-            return f"{name}: it raised {type(error).__name__}: {error}"
+        value, slope, trouble = _value_and_slope(entropy, logits)
+        if trouble:
+            return f"{name}: {trouble}"
         for what, got, right in (("value", value.detach().cpu(), expected), ("gradient", slope, slope_64)):
-            if got.shape != right.shape or not torch.allclose(got.double(), right, atol=1e-5):
-                shown = [[round(v, 6) for v in torch.atleast_1d(t)[0].reshape(-1).tolist()] for t in (got, right)]
-                return f"{name}, {row}: the {what} is {shown[0]}, and should be {shown[1]}."
+            if got.shape != right.shape:
+                return f"{name}: the {what} has the shape {list(got.shape)}, and should have {list(right.shape)}."
+            off = (~torch.isclose(got.double(), right, atol=1e-5)).reshape(len(right), -1).any(1)
+            if off.any():
+                i = int(off.nonzero()[0])
+                shown = [[round(v, 6) for v in t[i].reshape(-1).tolist()] for t in (got, right)]
+                return f"{name}, {logits[i].tolist()}: the {what} is {shown[0]}, and should be {shown[1]}."
     tail = torch.zeros(1, 150_001)
     tail[0, 0] = math.log(0.985 / 1e-7)  # beside one likely token a large share of the entropy lies in the small ones
     for what, logits in {
@@ -369,9 +457,9 @@ def _problem_04_entropy(entropy) -> str:
     }.items():
         log_p = logits.double().log_softmax(-1)
         right = -(log_p.exp() * log_p).sum(-1)
-        value, trouble = _tensor_of(lambda logits=logits: entropy(logits))
+        value, trouble = _tensor_of(entropy, logits)
         if not trouble and not torch.allclose(value.double(), right, rtol=0, atol=1e-3):
-            trouble = f"the value is {value.tolist()}, and should be {right.item():.4f}."
+            trouble = f"the value is {[round(v, 4) for v in value.tolist()]}, and should be {right.item():.4f}."
         if trouble:
             return f"{logits.shape[1]:,} tokens, {what}: {trouble}"
     return ""
@@ -403,7 +491,8 @@ def _problem_06_tune(tune) -> str:
             exact.grad = gradient.half().double()
             optimizer.step()
         prompt = torch.full((3,), start, dtype=torch.float16)
-        got, trouble = _tensor_of(lambda p=prompt, g=gradients, lr=lr: tune(p, [x.half() for x in g], lr))
+        write = lambda gradients, lr, prompt=prompt: tune(prompt, gradients, lr)  # may write into it, as optimizers do
+        got, trouble = _tensor_of(write, [gradient.half() for gradient in gradients], lr)
         if trouble:
             return f"{what}: {trouble}"
         shown = [_short(x) for x in got.flatten().tolist()[:3]]
@@ -472,9 +561,9 @@ def _try_06_step(step, scale: float, calls: list, growth_interval: int) -> str:
         except FloatingPointError:
             result = FloatingPointError
         except Exception as error:
-            return f"it raised {type(error).__name__}: {error}"
+            return f"it raised {_told(error)}"
         if result is not expected:
-            wanted, got = (getattr(r, "__name__", r) for r in (expected, result))
+            wanted, got = (getattr(r, "__name__", _shown(r)) for r in (expected, result))
             return f"expected {wanted}, got {got} (call {number}; scale {before:g}, now {scaler.get_scale():g})."
         if weight.item() != after:
             return (
@@ -515,6 +604,8 @@ def check_08_functions(answers: dict) -> bool:
         ("kept_mean", (t(-torch.inf, -3.0), torch.ones(2)), -torch.inf, None),  # and no −inf
         ("kept_mean", (t(-1.0, -3.0), torch.zeros(2)), torch.nan, None),  # 0.0 would be an invented value
     )
+    if not isinstance(answers, Mapping):
+        return _verdict(f"give a dict of the three functions by name, not {_shown(answers)}.", "")
     for name, args, value, slope in tasks:
         if name not in answers:
             return _verdict(f"{name} is missing; there is {sorted(answers)}.", "")
@@ -531,8 +622,8 @@ def _off(function, args, value, slope) -> str:
     expected, gradient = torch.tensor(value), None
     try:
         result = function(*args)
-        if not isinstance(result, torch.Tensor):
-            return f"gives {result!r}, which is no tensor."
+        if not isinstance(result, torch.Tensor) or result.is_complex():
+            return f"gives {_shown(result)}, which is no tensor of real numbers."
         got = result.detach().float()
         same = got.numel() == expected.numel()
         if not same or not torch.allclose(got.view_as(expected), expected, atol=1e-5, equal_nan=True):
@@ -542,7 +633,7 @@ def _off(function, args, value, slope) -> str:
         if result.requires_grad:
             (gradient,) = torch.autograd.grad(result.sum(), next(a for a in args if a.requires_grad), allow_unused=True)
     except Exception as error:
-        return f"raises {type(error).__name__}: {error}"
+        return f"raises {_told(error)}"
     if gradient is None:
         return "has no gradient: on the way to its result it was cut off from its input, as by item() or detach()."
     if not torch.allclose(gradient, torch.tensor(slope), atol=1e-5):
@@ -568,10 +659,12 @@ def check_08_phases(answer: dict[str, str]) -> bool:
         "row": "it was there before the first operation.",
     }
     phases = ("forward", "backward", "optimizer", "data")
+    if not isinstance(answer, Mapping):
+        return _verdict(f"give a dict with a phase for each of {', '.join(right)}, not {_shown(answer)}.", "")
     for name, phase in right.items():
         said = str(answer.get(name)).strip().lower()
         if said not in phases:
-            return _verdict(f"{name}: {answer.get(name)!r} is none of {', '.join(phases)}.", "")
+            return _verdict(f"{name}: {_shown(answer.get(name))} is none of {', '.join(phases)}.", "")
         if said != phase:
             return _verdict(f"{name} is not {answer.get(name)!r}: {hints[name]}", "")
     return _verdict("", "Three phases; each of the other tools misses at least one of them.")
@@ -610,10 +703,9 @@ def _problem_07_bad_tensors(bad_tensors) -> str:
             model.inner.register_parameter(name, torch.nn.Parameter(torch.tensor(values)))
         else:
             model.inner.register_buffer(name, torch.tensor(values), persistent=kind != "hidden")
-    try:
-        found = set(bad_tensors(model))
-    except Exception as error:
-        return f"it raised {type(error).__name__}: {error}"
+    found, trouble = _ask(bad_tensors, model, read=set, want="list of names")
+    if trouble:
+        return trouble
     bad = ("weight", "infinite", "running_mean", "running_var", "inv_freq", "bias")
     expected = {"scale", *(f"inner.{name}" for name in bad)}
     for name, (_, _, reason) in why.items():
@@ -645,14 +737,20 @@ def _problem_07_clean_batch(clean_batch) -> str:
     )
     features, targets = torch.tensor([f for f, _, _ in rows]), torch.tensor([t for _, t, _ in rows])
     good = torch.tensor([g for _, _, g in rows])
+    result, trouble = _ask(clean_batch, features.clone(), targets.clone())
+    if trouble:
+        return f"on a batch with four good rows: {trouble}"
     try:
-        kept, labels, dropped = clean_batch(features.clone(), targets.clone())
+        kept, labels, dropped = result
         dropped = int(dropped)
-    except Exception as error:
-        return f"on a batch with four good rows it raised {type(error).__name__}: {error}"
+    except Exception:
+        return f"return (features, targets, dropped), the last a number; got {_shown(result)}."
     if not (isinstance(kept, torch.Tensor) and isinstance(labels, torch.Tensor)):
         return f"give features and targets back as tensors, not as {type(kept).__name__} and {type(labels).__name__}."
     kept, labels = kept.cpu(), labels.cpu()
+    if (kept.dim(), labels.dim()) != (2, 1):
+        shapes = list(kept.shape), list(labels.shape)
+        return f"features are [rows, columns] and targets [rows], as they came; yours are {shapes[0]} and {shapes[1]}."
     if kept.shape[0] != labels.shape[0]:
         return f"{kept.shape[0]} rows of features, but {labels.shape[0]} targets: they no longer belong together."
     if not (kept.isfinite().all() and labels.isfinite().all()):
@@ -689,26 +787,31 @@ def check_05_collate(collate) -> bool:
 
 
 def _problem_05_collate(collate) -> str:
+    import torch
+
     rows = [[5, 6, 7, 2], [8, 2], [5, 2, 6, 0, 2]]  # ids 2 and 0 are eos and unk, also inside a row
     for what, pad in {"a pad token of its own": 1, "pad = eos": 2, "pad = unk": 0}.items():
-        width, batch = max(map(len, rows)), None
-        try:
-            batch = {name: value.tolist() for name, value in collate([list(row) for row in rows], pad).items()}
-        except Exception as error:
-            return f"{what}: it raised {type(error).__name__}: {error}"
+        width = max(map(len, rows))
+        given, read = [list(row) for row in rows], lambda batch: dict(batch.items())
+        batch, trouble = _ask(collate, given, pad, read=read, want="dict")
+        if trouble:
+            return f"{what}: {trouble}"
         fills = {"input_ids": pad, "attention_mask": 0, "labels": -100}
         for name, fill in fills.items():
             bodies = [[1] * len(row) for row in rows] if name == "attention_mask" else rows
             wanted = [body + [fill] * (width - len(body)) for body in bodies]
             if name not in batch:
                 return f"{name} is missing; there is {sorted(batch)}."
-            if name != "attention_mask" and any(isinstance(x, float) for row in batch[name] for x in row):
+            found = batch[name]
+            if not isinstance(found, torch.Tensor):
+                return f"{what}: {name} should be a tensor, not {_shown(found)}."
+            if found.dim() != 2 or len(found) != len(rows):
+                return f"{what}: {len(rows)} rows, but {name} has the shape {list(found.shape)}."
+            if name != "attention_mask" and found.is_floating_point():
                 return f"{what}: {name} holds floats; an embedding and a loss take integer ids."
-            for number, (got, want) in enumerate(zip(batch[name], wanted, strict=False)):
-                if [int(x) for x in got] != want:
-                    return f"{what}: {name} of the row {rows[number]} should be {want}, got {[int(x) for x in got]}."
-            if len(batch[name]) != len(rows):
-                return f"{what}: {name} has {len(batch[name])} rows for {len(rows)}."
+            for row, got, want in zip(rows, found.tolist(), wanted, strict=True):
+                if got != want:
+                    return f"{what}: {name} of the row {row} should be {want}, got {got}."
     return ""
 
 
@@ -727,7 +830,7 @@ def _problem_05_causal_mask(causal_mask) -> str:
     scores = torch.linspace(-1, 1, 100).reshape(4, 5, 5) + 200 * ~allowed  # what must not be seen is tempting
     scores[~allowed.any(-1)] = -32.0  # in fp16 the lowest number and this are -inf
     for dtype in (torch.float32, torch.float16):
-        mask, trouble = _tensor_of(lambda dtype=dtype: causal_mask(keep.clone(), dtype))
+        mask, trouble = _tensor_of(causal_mask, keep.clone(), dtype)
         if trouble:
             return f"{dtype}: {trouble}"
         if mask.dtype != dtype or mask.shape != (4, 5, 5):
@@ -781,10 +884,10 @@ def _problem_10_nan_batches(nan_batches) -> str:
     ]
     for lengths, max_length, batch_size, expected in cases:
         what = f"prompts {lengths}, max_length={max_length}, batch_size={batch_size}"
-        try:
-            got = list(nan_batches(list(lengths), max_length, batch_size))
-        except Exception as error:
-            return f"{what}: it raised {type(error).__name__}: {error}"
+        read = lambda numbers: [operator.index(number) for number in numbers]
+        got, trouble = _ask(nan_batches, list(lengths), max_length, batch_size, read=read, want="list of numbers")
+        if trouble:
+            return f"{what}: {trouble}"
         if got != expected:
             return f"{what}: the NaN batches are {expected}, got {got}."
     return ""
@@ -844,10 +947,12 @@ def _problem_10_is_right(is_right) -> str:
     }
     for functions, expected in ((right, True), (wrong, False)):
         for name, average in functions.items():
-            try:
-                got = bool(is_right(average))
-            except Exception as error:
-                return f"for {name} your test raised {type(error).__name__}: {error}"
+            result, trouble = _ask(is_right, average)
+            if trouble:
+                return f"for {name} your test is at fault: {trouble}"
+            got = _plain_bool(result)
+            if not isinstance(got, bool):
+                return f"for {name}: return True or False, not {_shown(got)}."
             if got != expected:
                 kind = "a right function" if expected else "a wrong function"
                 return f"{kind} {'fails' if expected else 'passes'} your test: {name}."
@@ -896,11 +1001,13 @@ def _problem_11_decides(decides) -> str:
                 for one in runs
                 for other in runs
             )
-            try:
-                got = decides([dict(run) for run in runs], list(factors))
-            except Exception as error:
-                return f"{what}, factors {factors}: it raised {type(error).__name__}: {error}"
-            if bool(got) != expected:
+            result, trouble = _ask(decides, [dict(run) for run in runs], list(factors))
+            if trouble:
+                return f"{what}, factors {factors}: {trouble}"
+            got = _plain_bool(result)
+            if not isinstance(got, bool):
+                return f"{what}, factors {factors}: return True or False, not {_shown(got)}."
+            if got != expected:
                 return f"{what}: do the factors {factors} decide? {expected}, and yours says {got}."
     return ""
 
@@ -936,16 +1043,13 @@ def _problem_11_vanishing_eps(vanishing_eps) -> str:
         "AdamW, two groups with an eps of their own": (AdamW(groups(float32=1e-8, float16=1e-4)), set()),
     }
     for what, (optimizer, expected) in cases.items():
-        try:
-            answer = vanishing_eps(optimizer)
-            got = None if answer is None else set(answer)
-        except Exception as error:
-            return f"{what}: it raised {type(error).__name__}: {error}"
-        if got is None:
-            return f"{what}: give a list of dtypes, which may be empty, not None."
+        ask = {"read": set, "want": "list of dtypes", "nothing": "give a list of dtypes, which may be empty."}
+        got, trouble = _ask(vanishing_eps, optimizer, **ask)
+        if trouble:
+            return f"{what}: {trouble}"
         if strange := [entry for entry in got if not isinstance(entry, torch.dtype)]:
             kind = type(strange[0]).__name__
-            return f"{what}: give dtypes such as torch.float16; {strange[0]!r} is a {kind}."
+            return f"{what}: give dtypes such as torch.float16; {_shown(strange[0])} is a {kind}."
         if got != expected:
             return f"{what}: expected {[str(d) for d in expected]}, got {[str(d) for d in got]}."
     return ""
@@ -976,8 +1080,8 @@ def _problem_09_step(step) -> str:
         "a finite loss whose gradient overflows": ([good[0], overflow], False),
         "a finite loss with a gradient of -inf": ([good[0], minus], False),
         "a gradient that is finite, though its L2 norm overflows": ([good[0], large], True),
-        "gradients that are finite, though their sum overflows": ([good[0], twice], True),
         "four good micro-batches": ([*good, *good], True),
+        "gradients that are finite, though their sum overflows": ([good[0], twice], True),
         "micro-batches of one row and of two": ([good[0], pair], True),
     }
     for what, (micro_batches, taken) in cases.items():
@@ -988,10 +1092,11 @@ def _problem_09_step(step) -> str:
             _accumulate_09(twin, micro_batches)
             twin_optimizer.step()
             reference = _state_09(twin, twin_optimizer)
-        try:
-            result = _plain_bool(step(model, optimizer, micro_batches))
-        except Exception as error:
-            return f"{what}: it raised {type(error).__name__}: {error}"
+        act = lambda micro_batches, model=model, optimizer=optimizer: step(model, optimizer, micro_batches)
+        result, trouble = _ask(act, micro_batches, nothing="return True or False.")
+        if trouble:
+            return f"{what}: {trouble}"
+        result = _plain_bool(result)
         found = _state_09(model, optimizer)
         same = (lambda a, b: torch.allclose(a, b, rtol=1e-5)) if taken else torch.equal  # sums may come in any order
         if off := [n for n in reference if n not in found or not same(found[n], reference[n])]:
@@ -1004,7 +1109,7 @@ def _problem_09_step(step) -> str:
         if any(p.grad is not None and bool((p.grad != 0).any()) for p in model.parameters()):
             return f"{what}: gradients are left over, and would be added to those of the next step."
         if result is not taken:
-            return f"{what}: return {taken}, not {result!r}."
+            return f"{what}: return {taken}, not {_shown(result)}."
     return ""
 
 
@@ -1052,16 +1157,15 @@ def _problem_09_log_entry(log_entry) -> str:
     cases += [([1.0, 2.0, nan, 6.0], 3.0, 1), ([-0.5, 1.0], 0.25, 0)]
     cases += [([nan, nan], nan, 2), ([inf], nan, 1), ([0.0], 0.0, 0)]
     for losses, mean, count in cases:
-        try:
-            entry = dict(log_entry(list(losses)))
-        except Exception as error:
-            return f"for {losses} it raised {type(error).__name__}: {error}"
+        entry, trouble = _ask(log_entry, list(losses), read=lambda entry: dict(entry.items()), want="dict")
+        if trouble:
+            return f"for {losses}: {trouble}"
         if missing := {"loss", "not_finite"} - entry.keys():
             return f"the entry lacks {sorted(missing)[0]!r}; without it nobody sees what the mean left out."
         try:
-            loss, counted = float(entry["loss"]), int(entry["not_finite"])
-        except (TypeError, ValueError):
-            return f"for {losses} the entry is {entry}; give a number for each, and NaN where nothing is finite."
+            loss, counted = float(entry["loss"] + 0), int(entry["not_finite"] + 0)  # "3.0" + 0 is an error
+        except Exception:
+            return f"for {losses} the entry is {_shown(entry)}; give a number for each, NaN if none is finite."
         if not (loss == mean or (loss != loss and mean != mean)):
             why = "leave out what is not finite" if count else "it is the mean of all that are finite"
             why = "an invented 0.0 would be the best loss ever" if mean != mean else why
