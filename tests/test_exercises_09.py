@@ -76,6 +76,18 @@ def returns_a_tensor(model, optimizer, micro_batches):
     return torch.tensor(step_if(all_finite)(model, optimizer, micro_batches))
 
 
+def divides_at_the_end(model, optimizer, micro_batches):
+    for x, y in micro_batches:
+        (model(x) - y).square().mean().backward()
+    return step_if(all_finite, change=lambda m: divide(m, len(micro_batches)))(model, optimizer, [])
+
+
+def divide(model, count):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= count
+
+
 def always_two(model, micro_batches):
     return [(model(x) - y).square().mean() / 2 for x, y in micro_batches]
 
@@ -114,7 +126,9 @@ WRONG_STEPS = {
 }
 
 
-@pytest.mark.parametrize("step", [step_if(all_finite), step_if(all_finite, parts_of=all_at_once), returns_a_tensor])
+@pytest.mark.parametrize(
+    "step", [step_if(all_finite), step_if(all_finite, parts_of=all_at_once), returns_a_tensor, divides_at_the_end]
+)
 def test_the_right_step_passes(step, capsys):
     assert exercises.check_09_step(step)
     assert capsys.readouterr().out.startswith("Right.")
@@ -164,6 +178,8 @@ WRONG_ENTRIES = {
         log_entry(values) | {"loss": log_entry([v for v in values if not v < 0])["loss"]}
     ),
     "give a number for each": lambda values: log_entry(values, empty=None),
+    "a number for each, NaN if": lambda values: {name: str(value) for name, value in log_entry(values).items()},
+    "which is no dict": lambda values: list(log_entry(values).items()),
     "you count 0": lambda values: log_entry(values) | {"not_finite": 0},
 }
 

@@ -62,7 +62,7 @@ def test_nan_batches_right(capsys):
     "wrong",
     [
         one_row_is_enough, longer_than, by_the_mean, forgets_the_last_batch, names_rows, last_row_decides,
-        counts_from_one, lambda *a: [],
+        counts_from_one, lambda *a: [], lambda lengths, max_length, size: nan_batches(lengths, 64, size),
     ],
 )  # fmt: skip
 def test_nan_batches_wrong(wrong, capsys):
@@ -112,6 +112,12 @@ def test_is_right_catches_the_notebook_s_own_zero_for_empty(capsys):
 
     assert not exercises.check_10_is_right(blind)
     assert "0.0 for an empty batch" in one_line(capsys)
+
+
+def test_is_right_needs_batches_that_all_failed(capsys):
+    no_batch = {"nothing": ([], NAN)}
+    assert not exercises.check_10_is_right(a_test_on(*CASES, cases=CASES | no_batch))
+    assert "0.0 where every batch failed" in one_line(capsys)
 
 
 def test_is_right_needs_a_minus_inf(capsys):

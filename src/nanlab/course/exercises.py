@@ -734,12 +734,13 @@ def _problem_07_clean_batch(clean_batch) -> str:
         ([3e38, 3e38], 0.0, True),  # finite, though a sum over the row is not
         ([-inf, inf], 1.0, False),
         ([0.0, 0.0], 0.0, True),
+        ([7.0, 8.0], 1.0, True),
     )
     features, targets = torch.tensor([f for f, _, _ in rows]), torch.tensor([t for _, t, _ in rows])
     good = torch.tensor([g for _, _, g in rows])
     result, trouble = _ask(clean_batch, features.clone(), targets.clone())
     if trouble:
-        return f"on a batch with four good rows: {trouble}"
+        return f"on a batch with five good rows: {trouble}"
     try:
         kept, labels, dropped = result
         dropped = int(dropped)
@@ -756,7 +757,7 @@ def _problem_07_clean_batch(clean_batch) -> str:
     if not (kept.isfinite().all() and labels.isfinite().all()):
         return "something that is not finite came through; look at inf as well as NaN, and at the targets too."
     if kept.shape[0] != int(good.sum()):
-        return f"of these 8 rows 4 are good; you kept {kept.shape[0]}. Replace nothing, and drop whole rows only."
+        return f"of these 9 rows 5 are good; you kept {kept.shape[0]}. Replace nothing, and drop whole rows only."
     if not (torch.equal(kept, features[good]) and torch.equal(labels, targets[good])):
         return "the rows kept are not the good ones, unchanged and in order."
     if dropped != 4:
@@ -881,6 +882,8 @@ def _problem_10_nan_batches(nan_batches) -> str:
         ([300, 400, 10, 11], 64, 4, []),
         ([300, 400], 64, 8, [0]),
         ([], 64, 2, []),
+        ([20, 100, 15, 16], 16, 2, [0]),
+        ([100, 200, 300], 128, 1, [1, 2]),
     ]
     for lengths, max_length, batch_size, expected in cases:
         what = f"prompts {lengths}, max_length={max_length}, batch_size={batch_size}"
@@ -944,6 +947,7 @@ def _problem_10_is_right(is_right) -> str:
             sum(loss * n for loss, n in batches), sum(n for _, n in batches)
         ),
         "one that only looks at the first batch": lambda batches: batches[0][0] if batches else nan,
+        "0.0 where every batch failed": lambda batches: averages(usual, nothing=0.0 if batches else nan)(batches),
     }
     for functions, expected in ((right, True), (wrong, False)):
         for name, average in functions.items():
@@ -970,7 +974,7 @@ def check_11_decides(decides) -> bool:
 
 def _problem_11_decides(decides) -> str:
     def table(rule, keep=lambda *levels: True):
-        levels = [(a, b, c) for a in (16, 32) for b in ("adam", "sgd") for c in "xyz"]
+        levels = [(a, b, c) for a in (16, 32) for b in ("adam", "sgd") for c in (0, 16, 32)]  # 16 is not always 16
         return [{"dtype": a, "optim": b, "pad": c, "nan": rule(a, b, c)} for a, b, c in levels if keep(a, b, c)]
 
     both = lambda a, b, c: a == 16 and b == "adam"
@@ -983,7 +987,7 @@ def _problem_11_decides(decides) -> str:
         "NaN everywhere": table(lambda a, b, c: True),
         "no NaN at all": table(lambda a, b, c: False),
         "half of the runs made, NaN where dtype is 16 and optim is adam": table(
-            both, lambda a, b, c: (a // 16 + len(b) + ord(c)) % 2 == 0
+            both, lambda a, b, c: (a // 16 + len(b) + c // 16) % 2 == 0
         ),
     }
     for what, runs in tables.items():
@@ -1071,7 +1075,7 @@ def _problem_09_step(step) -> str:
     overflow = (torch.tensor([[1e-3, 1e21]]), torch.tensor([[1.0]]))  # weight 1e-3: loss 1e36, gradient beyond fp32
     minus = (torch.tensor([[1e-3, 1e21]]), torch.tensor([[3e18]]))  # the same with gradients of -2e15 and -inf
     large = (torch.tensor([[1.0, 1.0]]), torch.tensor([[-1.5e19]]))  # of one weight: the sum of the squares overflows
-    twice = (torch.tensor([[1.5e19, 1.5e19]]), torch.tensor([[2.15e19]]))  # gradients of -2.5e38, whose sum is -inf
+    twice = (torch.tensor([[1.5e19, 1.5e19]]), torch.tensor([[1.3e19]]))  # gradients of -2.5e38, whose sum is -inf
     pair = (torch.tensor([[0.5, -1.0], [2.0, 0.0]]), torch.tensor([[1.0], [0.0]]))
     cases = {  # micro-batches, taken
         "two good micro-batches": ([good[0], good[1]], True),
@@ -1081,7 +1085,7 @@ def _problem_09_step(step) -> str:
         "a finite loss with a gradient of -inf": ([good[0], minus], False),
         "a gradient that is finite, though its L2 norm overflows": ([good[0], large], True),
         "four good micro-batches": ([*good, *good], True),
-        "gradients that are finite, though their sum overflows": ([good[0], twice], True),
+        "gradients that are finite, though their sum overflows": ([twice], True),
         "micro-batches of one row and of two": ([good[0], pair], True),
     }
     for what, (micro_batches, taken) in cases.items():
