@@ -94,7 +94,7 @@ def test_a_slip_is_named_with_what_is_possible(says, paper):
     assert all(cause in said for cause in (*CAUSES.keys() - {"unknown"}, *TRAPS))
     assert says(cause="something else", phase="forward", line=7).startswith("'something else' is not on the list")
     assert says(cause="overflow", phase="fwd", line=7).endswith("The list: data, state, forward, backward, optimizer.")
-    for line in (14, -1, 7.5, "seven", None):
+    for line in (14, -1, 7.5, "seven", "²", None):
         assert says(cause="overflow", phase="forward", line=line) == f"line is a number from 1 to 13, not {line!r}."
     assert "'lines' is none of them" in says(cause="overflow", phase="forward", lines=7)
     assert not paper.check(1, "overflow")
@@ -193,6 +193,7 @@ def test_a_number_that_is_not_on_the_paper_is_named(paper):
     for call in (paper.post, paper.reveal, lambda number: paper.check(number, {})):
         with pytest.raises(InputError, match="no case 2: this paper has cases 1 to 1"):
             call(2)
+    assert paper.case(1.0) is paper.case(1)
 
 
 def test_nothing_is_revealed_before_an_answer(paper, capsys):

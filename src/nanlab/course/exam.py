@@ -137,7 +137,7 @@ def tidy(answer: Mapping) -> dict[str, Any]:
     for part, choices in CHOICES.items():
         plain = lambda text: re.sub(r"[\s_-]+", "_", str(text).strip().lower())
         given[part] = next((c for c in choices if plain(c) == plain(given[part])), given[part])
-    if isinstance(given["line"], str) and given["line"].strip().isdigit():
+    if isinstance(given["line"], str) and given["line"].strip().isdecimal():
         given["line"] = int(given["line"])
     return given
 
@@ -218,7 +218,7 @@ class Paper:
     def case(self, number: int) -> Case:
         if number not in range(1, len(self.cases) + 1):
             raise InputError(f"no case {number!r}: this paper has cases 1 to {len(self.cases)}")
-        return self.cases[number - 1]
+        return self.cases[int(number) - 1]
 
     def post(self, number: int) -> Note:
         """What the user wrote, the log of running the code, and the code with its line numbers."""
