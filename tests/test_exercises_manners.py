@@ -162,6 +162,17 @@ def test_a_right_value_is_not_enough_where_the_input_is_changed(check, capsys):
     assert "it changes what it was given" in capsys.readouterr().out
 
 
+def test_an_input_that_becomes_another_thing_is_noticed_too(capsys):
+    def log_entry(losses):
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        entry = {"loss": sum(finite) / len(finite) if finite else math.nan, "not_finite": len(losses) - len(finite)}
+        losses[0] = entry
+        return entry
+
+    assert not exercises.check_09_log_entry(log_entry)
+    assert "it changes what it was given" in capsys.readouterr().out
+
+
 def test_a_prompt_may_be_written_into_and_gradients_may_not(capsys):
     def tune(prompt, gradients, lr, spoil=False):
         master = prompt.float().requires_grad_()
@@ -169,7 +180,8 @@ def test_a_prompt_may_be_written_into_and_gradients_may_not(capsys):
         for gradient in gradients:
             master.grad = gradient.float()
             optimizer.step()
-            spoil and gradient.zero_()
+            if spoil:
+                gradient.zero_()
         return prompt.copy_(master.detach())
 
     assert exercises.check_06_tune(tune)

@@ -76,7 +76,9 @@ def _alike(one, other) -> bool:
     """Are two pictures the same? A NaN is like a NaN."""
     import torch
 
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
         same = one.shape == other.shape and one.dtype == other.dtype
         return same and bool(((one == other) | ((one != one) & (other != other))).all())
     if isinstance(one, dict):
@@ -315,7 +317,8 @@ def _problem_03_token_loss(token_loss) -> str:
         if trouble:
             return f"{what}: {trouble}"
         try:
-            loss.requires_grad and loss.backward()
+            if loss.requires_grad:
+                loss.backward()
         except Exception as error:
             return f"{what}: backward() raised {_told(error)}"
         value, gradient = loss.item(), per_token.grad
