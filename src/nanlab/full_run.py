@@ -28,7 +28,7 @@ from nanlab.course.sources import COLUMNS, one_line
 from nanlab.errors import InputError
 from nanlab.findings import amount
 from nanlab.metrics import WeightedMean
-from nanlab.models import completion_log_probs
+from nanlab.models import completion_batch, completion_log_probs
 from nanlab.trainers import DPOConfig, DPOTrainer, TokenTPOConfig, TokenTPOTrainer, TPOConfig, TPOTrainer
 
 
@@ -645,15 +645,10 @@ def gold_log_prob(model, tokenizer, rows, max_length: int, batch_size: int = 8) 
 
 
 def _gold_batch(tokenizer, rows: dict[str, list[str]], max_length: int) -> dict[str, Tensor]:
-    prompts = [tokenizer(text)["input_ids"] for text in rows["prompt"]]
-    answers = [
-        tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in rows["reference"]
-    ]
-    both = [(p + a)[:max_length] for p, a in zip(prompts, answers, strict=True)]
-    masks = [([0] * len(p) + [1] * len(a))[:max_length] for p, a in zip(prompts, answers, strict=True)]
-    pad = torch.nn.utils.rnn.pad_sequence
-    columns = {"input_ids": both, "attention_mask": [[1] * len(ids) for ids in both], "completion_mask": masks}
-    return {name: pad([torch.tensor(row) for row in column], batch_first=True) for name, column in columns.items()}
+    prompts = tokenizer(rows["prompt"])["input_ids"]
+    answers = tokenizer(rows["reference"], add_special_tokens=False)["input_ids"]
+    answers = [[*ids, tokenizer.eos_token_id] for ids in answers]
+    return completion_batch(prompts, answers, max_length=max_length)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Two things one does with a causal language model: score completions, and copy it."""
+"""Two things one does with a causal language model: score completions (and batch them for it), and copy it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,23 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nanlab.numerics import token_logps
+
+
+def completion_batch(
+    prompts: list[list[int]], completions: list[list[int]], pad_token_id: int = 0, max_length: int | None = None
+) -> dict[str, Tensor]:
+    """What `completion_log_probs` takes, of token ids: cut to `max_length` and padded on the right."""
+    rows = [*zip(prompts, completions, strict=True)]
+    ids = [torch.tensor((prompt + completion)[:max_length]) for prompt, completion in rows]
+    masks = [torch.tensor(([0] * len(prompt) + [1] * len(completion))[:max_length]) for prompt, completion in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "completion_mask": pad_sequence(masks, batch_first=True),
+    }
 
 
 def completion_log_probs(

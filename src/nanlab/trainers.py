@@ -30,7 +30,7 @@ from trl.experimental import tpo
 from nanlab.errors import InputError
 from nanlab.losses import dpo_loss, token_policy_loss, triple_preference_loss
 from nanlab.metrics import WeightedMean
-from nanlab.models import clone, completion_log_probs
+from nanlab.models import clone, completion_batch, completion_log_probs
 from nanlab.numerics import group_advantages
 
 TPOConfig = tpo.TPOConfig
@@ -694,19 +694,9 @@ def _truncate(row: dict[str, Any], max_length: int | None) -> dict[str, list[int
 
 @dataclass
 class _TokenPolicyCollator:
-    """Pads on the right."""
-
     pad_token_id: int
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        width = max(len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rows)
-        ids = torch.full((len(rows), width), self.pad_token_id)
-        attention, completion = torch.zeros_like(ids), torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            start, end = len(row["prompt_ids"]), len(row["prompt_ids"]) + len(row["completion_ids"])
-            ids[i, :end] = torch.tensor(row["prompt_ids"] + row["completion_ids"])
-            attention[i, :end], completion[i, start:end] = 1, 1
+        prompts, completions = ([row[name] for row in rows] for name in ("prompt_ids", "completion_ids"))
         advantages = torch.tensor([row["advantages"] for row in rows], dtype=torch.float32)
-        return {
-            "input_ids": ids, "attention_mask": attention, "completion_mask": completion, "advantages": advantages,
-        }  # fmt: skip
+        return {**completion_batch(prompts, completions, self.pad_token_id), "advantages": advantages}
