@@ -352,6 +352,12 @@ class Guard:
         self._good_buffers.take()
 
     def _watch_module(self, module: nn.Module, optimizers: tuple, scaler) -> None:
+        if any(isinstance(h, _Hook) and h.call is not _nothing for h in module._forward_pre_hooks.values()):
+            raise InputError("watch: this model is watched already; call remove() on its guard first")
+        if self.check_state and not optimizers:
+            raise InputError(
+                "watch: policy='rollback' and check_state=True need the optimizer: watch(model, optimizer=...)"
+            )
         self._watched = module
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
         self._bind(module.module if isinstance(module, wrappers) else module, optimizers, scaler)
@@ -567,18 +573,19 @@ class Guard:
     def _write_post_mortem(self, event: Event) -> Path:
         """A folder of this rank."""
         recent = [{"step": step, "loss": sum(loss.item() for loss in losses)} for step, losses in self.recent]
+        so_far = self.summary()
         summary = {
             "event": {**asdict(event), "report": None if event.report is None else str(event.report)},
             "rank": _rank(),
             "world_size": _world(),
             "policy": self.policy,
-            "steps_seen": self.steps_seen,
-            "steps_skipped": len(self.events),
-            "rows_lost": sum(e.rows for e in self.events),
+            "steps_seen": so_far.steps_seen,
+            "steps_skipped": so_far.steps_skipped,
+            "rows_lost": so_far.rows_lost,
             "events": [str(e) for e in self.events],
         }
         findings = [f"  rank {f.rank}: {f}" for f in event.findings]
-        report = [str(event), "", str(self.summary()), "", "Not finite:", *findings]
+        report = [str(event), "", str(so_far), "", "Not finite:", *findings]
         report += ["", str(event.report)] if event.report is not None else []
         folder = self.folder / (f"step-{event.step:06d}" + (f"-rank{_rank()}" if _world() > 1 else ""))
         log_tail = {"recent": recent, "log": self.log_tail()}
@@ -735,6 +742,8 @@ class _TrainerLink:
     """
 
     def __init__(self, guard: Guard, trainer: Any):
+        if any(type(c).__name__ == "GuardCallback" for c in trainer.callback_handler.callbacks):
+            raise InputError("watch: this trainer is watched already; call remove() on its guard first")
         self.guard, self.trainer = guard, trainer
         self.inside = False  # within training_step: evaluation calls compute_loss too
         self.findings: tuple[Finding, ...] | None = None  # of this step, made before clipping
@@ -930,6 +939,26 @@ def _check_settings(policy: Any, max_consecutive: Any, keep_on: Any, folder: Any
     refuse("watch", wrong)
 
 
+def _is_trainer(given: Any) -> bool:
+    methods = ("training_step", "compute_loss", "add_callback")
+    return not isinstance(given, type) and all(hasattr(given, name) for name in methods)
+
+
+def _check_parts(given: Any, a_trainer: bool, optimizers: tuple, scaler: Any) -> None:
+    strange = ", ".join(_kind(o) for o in optimizers if not hasattr(o, "param_groups"))
+    wrong = {
+        f"{_kind(given)} is neither a Trainer nor a torch.nn.Module": not (a_trainer or isinstance(given, nn.Module)),
+        "a Trainer brings its own optimizer and scaler; leave out optimizer= and scaler=": (
+            a_trainer and (bool(optimizers) or scaler is not None)
+        ),
+        f"optimizer is a {strange}; give the optimizer of your loop": bool(strange),
+        f"scaler is a {_kind(scaler)}; give the GradScaler of your loop": (
+            scaler is not None and not hasattr(scaler, "is_enabled")
+        ),
+    }
+    refuse("watch", wrong)
+
+
 def watch(
     trainer_or_model: Any,
     policy: str = "skip",
@@ -985,23 +1014,9 @@ def watch(
     not hold all that is trained, and for DeepSpeed, which steps inside backward.
     """
     _check_settings(policy, max_consecutive, keep_on, folder)
-    a_trainer = not isinstance(trainer_or_model, type) and all(
-        hasattr(trainer_or_model, name) for name in ("training_step", "compute_loss", "add_callback")
-    )
-    a_module = isinstance(trainer_or_model, nn.Module)
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else () if optimizer is None else (optimizer,)
-    strange = ", ".join(_kind(o) for o in optimizers if not hasattr(o, "param_groups"))
-    wrong = {
-        f"{_kind(trainer_or_model)} is neither a Trainer nor a torch.nn.Module": not a_trainer and not a_module,
-        "a Trainer brings its own optimizer and scaler; leave out optimizer= and scaler=": (
-            a_trainer and not (optimizer is None and scaler is None)
-        ),
-        f"optimizer is a {strange}; give the optimizer of your loop": bool(strange),
-        f"scaler is a {_kind(scaler)}; give the GradScaler of your loop": (
-            scaler is not None and not hasattr(scaler, "is_enabled")
-        ),
-    }
-    refuse("watch", wrong)
+    a_trainer = _is_trainer(trainer_or_model)
+    _check_parts(trainer_or_model, a_trainer, optimizers, scaler)
     if folder is None:
         folder = Path(trainer_or_model.args.output_dir) / "guard" if a_trainer else Path("guard")
     guard = Guard(policy, locate, max_consecutive, check_state, keep_on, folder)
@@ -1011,15 +1026,7 @@ def watch(
     if policy == "off":
         return guard
     if a_trainer:
-        if any(type(c).__name__ == "GuardCallback" for c in trainer_or_model.callback_handler.callbacks):
-            raise InputError("watch: this trainer is watched already; call remove() on its guard first")
         _TrainerLink(guard, trainer_or_model)
-        return guard
-    if any(isinstance(h, _Hook) and h.call is not _nothing for h in trainer_or_model._forward_pre_hooks.values()):
-        raise InputError("watch: this model is watched already; call remove() on its guard first")
-    if not optimizers and guard.check_state:
-        raise InputError(
-            "watch: policy='rollback' and check_state=True need the optimizer: watch(model, optimizer=...)"
-        )
-    guard._watch_module(trainer_or_model, optimizers, scaler)
+    else:
+        guard._watch_module(trainer_or_model, optimizers, scaler)
     return guard
