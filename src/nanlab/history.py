@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -70,6 +70,12 @@ class Seen(NamedTuple):
     names: str = ""
 
 
+def _at(parts: Sequence[Part], confidence: str = "certain", detail: str = "") -> Seen | None:
+    """At the steps of these parts of the log, evaluations by the names that their losses have there."""
+    names = dict.fromkeys(part.called("eval_loss") for part in parts)
+    return Seen([part["step"] for part in parts], confidence, detail, " or ".join(names)) if parts else None
+
+
 def _damage(log: Log) -> Seen | None:
     return Seen((), detail=log.damage) if log.damage else None
 
@@ -82,7 +88,7 @@ def _bad_rate(log: Log) -> Seen | None:
 def _filter_footprint(log: Log) -> Seen | None:
     bad = [part for part in log.train if part.get("loss") == 0 and not math.isfinite(part.get("grad_norm", 0.0))]
     others = {name: value for part in bad[:1] for name, value in part.items() if name != "grad_norm"}
-    return Seen([part["step"] for part in bad], detail=_beside(others)) if bad else None
+    return _at(bad, detail=_beside(others))
 
 
 def _zeros_for_nan(log: Log) -> Seen | None:
@@ -91,12 +97,12 @@ def _zeros_for_nan(log: Log) -> Seen | None:
         return None
     norm = zeros[0].get("grad_norm")
     detail = "" if norm is None else f", beside a gradient norm that is {norm:.6g} each time"
-    return Seen([part["step"] for part in zeros], "likely", detail)
+    return _at(zeros, "likely", detail)
 
 
 def _nan_loss(log: Log) -> Seen | None:
     bad = [part for part in log.train if not math.isfinite(part.get("loss", 0.0))]
-    return Seen([part["step"] for part in bad], detail=_beside(bad[0])) if bad else None
+    return _at(bad, detail=_beside(bad[0])) if bad else None
 
 
 def _beside(part: Mapping[str, float]) -> str:
@@ -112,8 +118,8 @@ _RESULT = re.compile("(?!.*accurac).*(grad_norm|reward|logp|logit|kl$|entropy)")
 
 def _nan_summary(log: Log) -> Seen | None:
     """The average over the run is not finite, and no logged loss says why."""
-    bad = [part["step"] for part in log.summaries if not math.isfinite(part["train_loss"])]
-    return Seen(bad) if bad and not _nan_loss(log) else None
+    bad = [part for part in log.summaries if not math.isfinite(part["train_loss"])]
+    return None if _nan_loss(log) else _at(bad)
 
 
 _HALVINGS = 16  # GradScaler starts at a scale of 2¹⁶ and halves it in each step that overflows
@@ -139,11 +145,11 @@ def _no_gradient(log: Log) -> Seen | None:
     zero = [part for part in zero if part.place not in log.zeros_for_nan]
     if any({"loss", "grad_norm"} <= part.keys() for part in log.train):
         zero = [part for part in zero if part.get("grad_norm") == 0]
-        return Seen([part["step"] for part in zero], "likely", "Loss and gradient are") if zero else None
+        return _at(zero, "likely", "Loss and gradient are")
     if not log.train:  # a short run that logged nothing but its summary
         zero = [part for part in log.summaries if part["train_loss"] == 0]
-        return Seen([part["step"] for part in zero], "possible", "train_loss is") if zero else None
-    return Seen([part["step"] for part in zero], "possible", "The loss is") if len(zero) > 1 else None
+        return _at(zero, "possible", "train_loss is")
+    return _at(zero, "possible", "The loss is") if len(zero) > 1 else None
 
 
 def _zero_gradient(log: Log) -> Seen | None:
@@ -154,7 +160,7 @@ def _zero_gradient(log: Log) -> Seen | None:
     tail = [*filter(measures, log.train[start:])]
     alike = tail and (tail[0].get("reward_std") == 0 or tail[0].get("frac_reward_zero_std") == 1)
     why = "the rewards of each group are alike, so every advantage is 0" if alike else "nothing reaches the weights"
-    return Seen([part["step"] for part in tail], "likely", why) if len(tail) >= 3 else None
+    return _at(tail, "likely", why) if len(tail) >= 3 else None
 
 
 def _steps_skipped(log: Log) -> Seen | None:
@@ -169,15 +175,10 @@ def _steps_skipped(log: Log) -> Seen | None:
     return Seen(steps[longest.start : longest.stop], "likely") if len(longest) >= 5 else None
 
 
-def _guarded(log: Log) -> list[float]:
-    """Steps that `nanlab.watch` has skipped: its count, which later entries repeat, has grown there."""
-    counts = [part.get("guard_skipped", 0.0) for part in log.train]
-    return [part["step"] for at, part in enumerate(log.train) if counts[at] > (counts[at - 1] if at else 0.0)]
-
-
 def _steps_guarded(log: Log) -> Seen | None:
-    steps = _guarded(log)
-    return Seen(steps) if steps else None
+    """What `nanlab.watch` has skipped: its count, which later entries repeat, has grown there."""
+    counts = [0.0, *(part.get("guard_skipped", 0.0) for part in log.train)]
+    return _at([part for part, (before, now) in zip(log.train, pairwise(counts), strict=True) if now > before])
 
 
 def _repeated_loss(log: Log) -> Seen | None:
@@ -194,7 +195,7 @@ def _repeated_loss(log: Log) -> Seen | None:
     starting = np.abs(loss - math.log(2)) < 1e-5
     runs = [run for run in _runs(same & exact) if len(run) >= 2 and not starting[run[0]]]
     runs += [run for run in _runs(same & starting) if len(run) >= 9 and run.stop == len(loss)]
-    guarded = {*_guarded(log)}  # there the guard is why
+    guarded = {*seen.steps} if (seen := _steps_guarded(log)) else set()  # there the guard is why
     runs = [run for run in runs if guarded.isdisjoint(steps[run.start : run.stop])]
     return Seen([step for run in runs for step in steps[run.start - 1 : run.stop]], "likely") if runs else None
 
@@ -231,12 +232,6 @@ def _nan_metrics(log: Log) -> Seen | None:
     return Seen(steps, "likely", ", ".join([*names][:3])) if steps else None
 
 
-def _evaluated(parts: Sequence[Part], confidence: str = "certain", detail: str = "") -> Seen | None:
-    """These evaluations, by the names that their losses have in the log."""
-    names = dict.fromkeys(part.called("eval_loss") for part in parts)
-    return Seen([part["step"] for part in parts], confidence, detail, " or ".join(names)) if parts else None
-
-
 def _empty_evaluation(log: Log) -> Seen | None:
     """eval_loss NaN while training is finite, as far as is known."""
     bad = [part for part in log.evals if not math.isfinite(part.get("eval_loss", 0.0)) and log.alive_at(part)]
@@ -244,29 +239,25 @@ def _empty_evaluation(log: Log) -> Seen | None:
     alive = any(log.sign_of_life(part) != 0 and log.alive_at(part) for part in log.train)
     training = " while training is" if alive else ""
     empty = "; every other metric is exactly 0" if others and not any(others) else ""
-    return _evaluated(bad, "likely" if alive else "possible", training + empty)
+    return _at(bad, "likely" if alive else "possible", training + empty)
 
 
 def _dead_evaluation(log: Log) -> Seen | None:
-    return _evaluated(
-        [part for part in log.evals if not math.isfinite(part.get("eval_loss", 0.0)) and not log.alive_at(part)]
-    )
+    return _at([part for part in log.evals if not math.isfinite(part.get("eval_loss", 0.0)) and not log.alive_at(part)])
 
 
 def _zero_evaluation(log: Log) -> Seen | None:
     """Where the loss of a policy gradient is 0, the rewards of each group were alike."""
     zero = [part for part in log.evals if part.get("eval_loss") == 0 and not scored(part)]
-    return None if log.rewards else _evaluated(zero, "likely")
+    return None if log.rewards else _at(zero, "likely")
 
 
 def _no_reward(log: Log) -> Seen | None:
-    bad = [part for part in log.parts if not math.isfinite(part.get("reward", part.get("eval_reward", 0.0)))]
-    return Seen([part["step"] for part in bad]) if bad else None
+    return _at([p for p in log.parts if not math.isfinite(p.get("reward", p.get("eval_reward", 0.0)))])
 
 
 def _excluded_rows(log: Log) -> Seen | None:
-    left_out = [part for part in log.parts if any(key.endswith("excluded_rows") and part[key] > 0 for key in part)]
-    return Seen([part["step"] for part in left_out]) if left_out else None
+    return _at([p for p in log.parts if any(name.endswith("excluded_rows") and p[name] > 0 for name in p)])
 
 
 def _lying_accuracy(log: Log) -> Seen | None:
@@ -371,16 +362,16 @@ def _death(log: Log) -> tuple[str, Seen] | None:
     """After a climb or not. Where only the norms are bad, from the first entry on, nothing broke."""
     if log.dead_from == 0 and all(math.isfinite(loss := part.get("loss", 0.0)) and loss != 0 for part in log.train):
         return None
-    places, heights = _heights(log, "grad_norm" if _normed(log) else "loss")
-    onset = _onset(heights)
-    climbs = onset is not None and len(places) - onset.start >= 3
-    lost = not math.isfinite(loss := log.train[0].get("loss", math.nan)) or loss == 0
-    sudden = "from the start" if log.dead_from == 0 and lost else "sudden"
+    if (ruined := _worse_than_at_first(log)) is not None:
+        return ruined
     alone = len(log.train) == 1  # it may be the last of many
     sure = "likely" if log.zeros_for_nan or alone else "certain"
-    if (from_the_start := _worse_than_at_first(log)) is not None:
-        return from_the_start
-    return ("gradual", _since(log, places[onset.start], sure)) if climbs else (sudden, _since(log, log.dead_from, sure))
+    places, heights = _heights(log, "grad_norm" if _normed(log) else "loss")
+    onset = _onset(heights)
+    if onset is not None and len(places) - onset.start >= 3:
+        return "gradual", _since(log, places[onset.start], sure)
+    lost = not math.isfinite(loss := log.train[0].get("loss", math.nan)) or loss == 0
+    return "from the start" if log.dead_from == 0 and lost else "sudden", _since(log, log.dead_from, sure)
 
 
 def _departure(log: Log, name: str) -> tuple[str, Seen] | None:
