@@ -15,7 +15,7 @@ import re
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from textwrap import shorten
 
@@ -92,11 +92,7 @@ class Log:
         There is none, and the loss did not fall to 0 but jumped there; or it never moves: DeepSpeed writes −1 for a
         norm that is NaN, and 1 or √2 for one over several groups of parameters.
         """
-        tail: list[Part] = []
-        for part in reversed(self.train):
-            if part.get("loss") != 0 or scored(part):
-                break
-            tail.append(part)
+        tail = [*takewhile(lambda part: part.get("loss") == 0 and not scored(part), reversed(self.train))]
         norms = {part.get("grad_norm") for part in tail}
         if len(tail) < 2 or len(norms) > 1 or self.rewards:
             return set()
@@ -116,11 +112,9 @@ class Log:
 
         A single such entry may be a step that a GradScaler skipped. It counts only beside a loss of 0.0 or NaN.
         """
-        norms = [*map(self.sign_of_life, self.train)]
-        start = next((at + 1 for at in range(len(norms) - 1, -1, -1) if math.isfinite(norms[at])), 0)
-        tail = self.train[start:]
+        tail = [*takewhile(lambda part: not math.isfinite(self.sign_of_life(part)), reversed(self.train))]
         alone = len(tail) == 1 and math.isfinite(loss := tail[0].get("loss", 1.0)) and loss != 0
-        return start if tail and not alone else None
+        return len(self.train) - len(tail) if tail and not alone else None
 
     @cached_property
     def death(self) -> tuple[float, int]:
@@ -393,14 +387,15 @@ def _parse(path: Path) -> tuple[list[Mapping], str, str]:
         raise InputError(f"{path}: the file is empty")
     if path.suffix.lower() == ".csv":
         return csv_rows(text), str(path), ""
-    for whole in (_one_document, _one_a_line):
+    for whole in (lambda text: _entries(json.loads(text)), _one_a_line):
         try:
             values = whole(text)
         except (ValueError, RecursionError):
             continue
         entries = [value for value in values if isinstance(value, Mapping)]
         if entries or not values:
-            return entries, str(path), _left_out(len(values) - len(entries), len(values))
+            odd = len(values) - len(entries)
+            return entries, str(path), f"{odd} of {len(values)} entries hold no named numbers" if odd else ""
     if not (entries := _salvage(text)):
         raise InputError(f"{path}: {_UNREAD}")
     what = f"{amount(len(entries), 'complete entry', 'complete entries')} could be recovered"
@@ -408,16 +403,10 @@ def _parse(path: Path) -> tuple[list[Mapping], str, str]:
     return entries, str(path), last if path.suffix.lower() in _JSON else ""
 
 
-def _left_out(odd: int, count: int) -> str:
-    return f"{odd} of {count} entries hold no named numbers" if odd else ""
-
-
-def _one_document(text: str) -> list:
-    value = json.loads(text)
-    if isinstance(value, Mapping):
-        history = value.get("log_history")
-        value = history if isinstance(history, list) else [value]
-    return value if isinstance(value, list) else [value]
+def _entries(value: object) -> list:
+    """What a JSON value holds: the log history of a trainer_state.json, a list of entries, or one entry."""
+    history = value.get("log_history") if isinstance(value, Mapping) else value
+    return history if isinstance(history, list) else [value]
 
 
 def _one_a_line(text: str) -> list:
@@ -438,9 +427,7 @@ def _salvage(text: str) -> list[Mapping]:
     decoder, at, found = json.JSONDecoder(), text.find("{"), []
     while at >= 0:
         value, end = _json(decoder, text, at) or _literal(text, at) or ({}, at + 1)  # cut off: look into it
-        history = value.get("log_history")
-        entries = history if isinstance(history, list) else [value]
-        found += [(at, end, entry) for entry in entries if _is_entry(entry)]
+        found += [(at, end, entry) for entry in _entries(value) if _is_entry(entry)]
         at = text.find("{", end)
     twice = [_same(one, another) for (_, _, one), (_, _, another) in pairwise(found)]
     return _with_steps(text, [entry for entry, again in zip(found, [*twice, False], strict=False) if not again])

@@ -177,8 +177,6 @@ def map_leaves(value: Any, change: Callable[[Any], Any], make_tuple: Callable[[A
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors among the leaves of nested dicts, lists and tuples."""
-    if torch.is_tensor(value):
-        return [value]
-    found: list[Tensor] = []
-    map_leaves(value, lambda leaf: found.append(leaf) if torch.is_tensor(leaf) else None)
-    return found
+    leaves: list[Any] = []
+    map_leaves(value, leaves.append)
+    return [leaf for leaf in leaves if torch.is_tensor(leaf)]
