@@ -174,10 +174,14 @@ PLANTED = {
         [1],
     ),
     "eos_label_lost": (
-        lambda: look([{"input_ids": [5, 6, 0, 0], "labels": [-100, 6, end, -100]} for end in (0, -100)]),
+        # A prompt may end with an eos as well.
+        lambda: look([{"input_ids": [5, 0, 6, 0, 0], "labels": [-100, -100, 6, end, -100]} for end in (0, -100)]),
         [1],
     ),
-    "bad_reward": (lambda: look([*SCORED, {**SCORED[0], "reward": None}, {**SCORED[0], "reward": math.nan}]), [8, 9]),
+    "bad_reward": (
+        lambda: look([*SCORED, *({**SCORED[0], "reward": one} for one in (1, None, math.nan, -math.inf, "good"))]),
+        [9, 10, 11, 12],
+    ),
     "group_of_one": (lambda: look([*SCORED, {**SCORED[0], "group": 9}]), [8]),
     "constant_group": (lambda: look([*SCORED, *[{**SCORED[0], "group": 9, "reward": 0.1}] * 3]), [8, 9, 10]),
     "one_class_labels": (lambda: look([{"prompt": "a", "completion": "b", "label": True}] * 3), [0, 1, 2]),
@@ -862,6 +866,11 @@ def test_rewards_that_a_trainer_does_not_read_are_not_looked_at(config, tmp_path
 def test_a_number_beyond_all_floats_is_a_bad_reward():
     findings = look([*SCORED, {**SCORED[0], "reward": 10**400}])
     assert {f.code: list(f.rows) for f in findings} == {"bad_reward": [8]}
+
+
+def test_one_reward_a_token_is_bad_if_one_of_them_is():
+    rows = [{**PAIR, "rewards": one} for one in ([0.5, 1], (0.5, 1.0), [0.5, None], [0.5, math.inf], [])]
+    assert {f.code: list(f.rows) for f in look(rows)} == {"bad_reward": [2, 3, 4]}
 
 
 def test_a_limit_beyond_all_lengths_is_no_limit():

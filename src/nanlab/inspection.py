@@ -159,6 +159,8 @@ def _identical_pair(batch: Batch) -> np.ndarray:
 
 
 def _answer_only_of(special: set[int | None], batch: Batch) -> np.ndarray:
+    """A special token that the tokenizer lacks is None, which no id is."""
+
     def only(tokens: Tokens) -> np.ndarray:
         bodies = (ids[start:] for ids, start in zip(tokens.ids, tokens.start, strict=True))
         return np.fromiter((bool(body) and special.issuperset(body) for body in bodies), bool, len(tokens.ids))
@@ -168,31 +170,28 @@ def _answer_only_of(special: set[int | None], batch: Batch) -> np.ndarray:
 
 def _all_unk(batch: Batch) -> np.ndarray:
     tokenizer = batch.setup.tokenizer
-    lost = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {None}
-    if not lost:
-        return batch.none()
-    return _answer_only_of(lost | {tokenizer.eos_token_id}, batch) & ~_only_special(batch)
+    lost = {tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id}
+    return _answer_only_of(lost, batch) & ~_only_special(batch)
 
 
 def _only_special(batch: Batch) -> np.ndarray:
     """Nothing but bos and eos. Where one of them is also unk or pad, the answer is lost in the same way."""
     tokenizer = batch.setup.tokenizer
-    return _answer_only_of({tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}, batch)
+    return _answer_only_of({tokenizer.bos_token_id, tokenizer.eos_token_id}, batch)
 
 
 def _two_bos(batch: Batch) -> np.ndarray:
     bos = batch.setup.tokenizer.bos_token_id
-    twice = lambda ids: bos is not None and ids[:2] == [bos, bos]
-    return _any_column(batch, lambda tokens: np.fromiter(map(twice, tokens.ids), bool, len(tokens.ids)))
+    return _any_column(batch, lambda tokens: np.array([ids[:2] == [bos, bos] for ids in tokens.ids]))
 
 
 def _outside_vocabulary(batch: Batch) -> np.ndarray:
     if not batch.setup.ids_may_overflow:
         return batch.none()
-    known = range(batch.setup.embedding_rows)
+    size = batch.setup.embedding_rows
 
     def outside(rows: list[list[int]]) -> np.ndarray:
-        return np.array([bool(ids) and (max(ids) not in known or min(ids) not in known) for ids in rows], bool)
+        return np.array([max(ids, default=0) >= size or min(ids, default=0) < 0 for ids in rows])
 
     labels = [[label for label in one if label != IGNORED] for one in batch.labels or []]
     return _any_column(batch, lambda tokens: outside(tokens.ids) | (outside(labels) if labels else False))
@@ -208,7 +207,7 @@ def _label_count(batch: Batch) -> np.ndarray:
 def _eos_label_lost(batch: Batch) -> np.ndarray:
     """The eos right after a counted label has none itself; a second eos after it is padding."""
     eos = batch.setup.tokenizer.eos_token_id
-    if not {"input_ids", "labels"} <= batch.columns.keys() or eos is None:
+    if not {"input_ids", "labels"} <= batch.columns.keys():
         return batch.none()
 
     def lost(ids: list[int], labels: list[int]) -> bool:
@@ -226,7 +225,7 @@ def _bad_label(batch: Batch) -> np.ndarray:
     if not batch.setup.kto:
         return batch.none()
     labels = map(as_python, batch.columns["label"])
-    return np.array([not isinstance(label, Real) or label not in (0, 1) for label in labels])
+    return np.array([label not in (0, 1) for label in labels])
 
 
 def _number(value) -> float:
