@@ -158,9 +158,8 @@ def _read_csv(path: Path) -> list:
     from nanlab.rows import NUMBERS
 
     kinds = {**dict.fromkeys(NUMBERS, _number), "label": _label}
-    return [
-        {name: kinds[name](cell) if name in kinds else cell for name, cell in row.items()} for row in _read_text(path)
-    ]
+    read = lambda name, cell: kinds[name](cell) if name in kinds else cell
+    return [{name: read(name, cell) for name, cell in row.items()} for row in _read_text(path)]
 
 
 def _number(cell: str | None) -> float | str | None:
@@ -187,12 +186,12 @@ def _read_parquet(path: Path):
         raise InputError(f"{path}: not a Parquet file: {error}") from error
 
 
+_READERS = {**dict.fromkeys(files.READERS, _read_text), ".csv": _read_csv, ".parquet": _read_parquet}
+
+
 def _check_name(name: str | None) -> None:
     if name in COURSE and Path(name).is_dir():
         raise InputError(f"{name!r} is a model of the course and a folder here: write ./{name} if you mean the folder")
-
-
-_READERS = {**dict.fromkeys(files.READERS, _read_text), ".csv": _read_csv, ".parquet": _read_parquet}
 
 
 def _load(kind: str, name: str):
@@ -266,6 +265,9 @@ def _train(args: argparse.Namespace) -> int:
 
 _ALL = (("--all",), {"action": "store_true", "help": "also import, train, plot, start a kernel: is the room ready?"})
 _JSON = (("--json",), {"action": "store_true", "help": "print JSON"})
+_MAX_LENGTH = (("--max-length",), {"type": int, "metavar": "N", "help": "tokens kept of prompt and answer together"})
+_RUN = "run folder, trainer_state.json, JSON, JSONL, CSV, or console output"
+_OUTPUT = "goes on with a stopped run there, replaces an ended one (runs/full_run-METHOD)"
 
 COMMANDS = (
     Command("check", "environment, device and versions, one line each", (_ALL, _JSON), _check),
@@ -275,7 +277,7 @@ COMMANDS = (
         (
             (("file",), {"metavar": "FILE", "help": "JSON, JSONL, CSV or Parquet rows"}),
             (("--tokenizer",), {"required": True, "metavar": "NAME", "help": "directory, hub id, tiny or smollm2"}),
-            (("--max-length",), {"type": int, "metavar": "N", "help": "tokens kept of prompt and answer together"}),
+            _MAX_LENGTH,
             (("--model",), {"metavar": "NAME", "help": "also look at these weights"}),
             _JSON,
         ),
@@ -284,16 +286,7 @@ COMMANDS = (
     Command(
         "autopsy",
         "what went wrong in a run, from its log",
-        (
-            (
-                ("run_dir",),
-                {
-                    "metavar": "RUN_DIR",
-                    "help": "run folder, trainer_state.json, JSON, JSONL, CSV, or console output",
-                },
-            ),
-            _JSON,
-        ),
+        ((("run_dir",), {"metavar": "RUN_DIR", "help": _RUN}), _JSON),
         _autopsy,
     ),
     Command(
@@ -303,16 +296,10 @@ COMMANDS = (
             (("--method",), {"required": True, "metavar": "NAME", "help": "tpo, token-tpo or dpo"}),
             (("--model",), {"metavar": "NAME", "help": "tiny, smollm2, a directory or hub id (the scale decides)"}),
             (("--dataset",), {"metavar": "FILE", "help": "preference rows: a file or hub id (the course's own)"}),
-            (
-                ("--output",),
-                {
-                    "metavar": "DIR",
-                    "help": "goes on with a stopped run there, replaces an ended one (runs/full_run-METHOD)",
-                },
-            ),
+            (("--output",), {"metavar": "DIR", "help": _OUTPUT}),
             (("--scale",), {"metavar": "SIZE", "help": "tiny, small or full (NANLAB_SCALE, else the device decides)"}),
             (("--steps",), {"type": int, "metavar": "N", "help": "optimizer steps"}),
-            (("--max-length",), {"type": int, "metavar": "N", "help": "tokens kept of prompt and answer together"}),
+            _MAX_LENGTH,
             (("--memory-gb",), {"type": float, "metavar": "GB", "help": "memory to plan for (what the device has)"}),
             (("--seed",), {"type": int, "default": 0, "metavar": "N"}),
             _JSON,
