@@ -350,9 +350,11 @@ def test_a_grad_scaler_at_work_is_not_a_dead_run():
     assert autopsy(train(falling(len(norms)), norms)).codes == []
 
 
-def test_a_loss_scale_that_settles_is_calibration():
-    scale = [2.0 ** (16 - min(n, 10)) for n in range(40)]
-    assert autopsy(train(falling(40), loss_scale=scale)).codes == []
+@pytest.mark.parametrize(
+    "halvings", [[min(n, 10) for n in range(40)], [*range(12), 10, *range(11, 20)], [0, 8, 12, 16]], ids=str
+)
+def test_a_loss_scale_that_settles_or_grows_again_is_calibration(halvings):
+    assert autopsy(train(falling(len(halvings)), loss_scale=[2.0 ** (16 - n) for n in halvings])).codes == []
 
 
 def test_a_loss_of_zero_says_nothing_in_policy_gradients():

@@ -35,15 +35,7 @@ class Finding:
 
     def to_dict(self) -> dict:
         """Plain types for JSON, with every row."""
-        return {
-            "code": self.code,
-            "count": int(self.count),
-            "rows": [int(row) for row in self.rows],
-            "message": self.message,
-            "fix": self.fix,
-            "lesson": self.lesson,
-            "confidence": self.confidence,
-        }
+        return {**vars(self), "count": int(self.count), "rows": [int(row) for row in self.rows]}
 
 
 def amount(number: int, one: str, many: str = "") -> str:

@@ -167,7 +167,7 @@ def _steps_skipped(log: Log) -> Seen | None:
     """The scheduler only moves with the optimizer: a rate that stands still in a moving schedule means no step."""
     parts = [part for part in log.train if "learning_rate" in part]
     steps, rate, life = np.array([[p["step"], p["learning_rate"], log.sign_of_life(p)] for p in parts]).reshape(-1, 3).T
-    if len(steps) < 6 or len(set(rate)) < 2:
+    if len(set(rate)) < 2:
         return None
     still = np.concatenate([[False], (rate[1:] == rate[:-1]) & ~np.isfinite(life[1:])])
     runs = _runs(still)
@@ -205,12 +205,8 @@ def _scale_falls(log: Log) -> Seen | None:
     for name in ("loss_scale", "grad_scale", "scale", "scaler_scale", "amp_scale"):
         steps, scale = log.train_array(name)
         change = np.diff(scale)
-        if (
-            len(scale) >= 5
-            and (change <= 0).all()
-            and change[-(-len(change) * 3 // 4) :].any()
-            and scale[0] >= 256 * scale[-1]
-        ):
+        late = change[math.ceil(len(change) * 3 / 4) :]  # of fewer than four changes none
+        if (change <= 0).all() and late.any() and scale[0] >= 256 * scale[-1]:
             return Seen(steps[1:][change < 0], detail=f"from {scale[0]:g} to {scale[-1]:g}")
     return None
 

@@ -77,6 +77,24 @@ def _unread(args) -> tuple[str, ...]:
     return ("reward", "rewards", "group") if without and kind.__module__.startswith("trl.") else ()
 
 
+def _look_at_rows(rows: Rows, setup: Setup) -> tuple[dict[RowCheck, array], dict[str, list]]:
+    """One pass: the guilty rows of each check, and the columns that are judged as a whole."""
+    from tqdm import tqdm
+
+    seen = {check: array("q") for check in ROW_CHECKS}
+    wanted = ("reward", "group", *(["label"] if setup.kto else []))
+    gathered: dict[str, list] = {name: [] for name in wanted if name in setup.columns}
+    with tqdm(total=len(rows), desc="preflight", unit=" rows", disable=None) as bar:  # None: off unless a terminal
+        for start, columns in rows:
+            batch = Batch(start, columns, setup)
+            for check in ROW_CHECKS:
+                seen[check].extend((np.flatnonzero(check.see(batch)) + start).tolist())
+            for name, column in gathered.items():
+                column += columns[name]
+            bar.update(len(batch.ok))
+    return seen, gathered
+
+
 def _kind(given) -> str:
     return given.__name__ + " class" if isinstance(given, type) else type(given).__name__
 
@@ -457,24 +475,6 @@ def _one_class(whole: Whole) -> list[int]:
     labels = whole.columns.get("label", ())
     rows = np.flatnonzero(~whole.dead).tolist() if labels else []
     return rows if len(rows) > 1 and len({bool(labels[row]) for row in rows}) == 1 else []
-
-
-def _look_at_rows(rows: Rows, setup: Setup) -> tuple[dict[RowCheck, array], dict[str, list]]:
-    """One pass: the guilty rows of each check, and the columns that are judged as a whole."""
-    from tqdm import tqdm
-
-    seen = {check: array("q") for check in ROW_CHECKS}
-    wanted = ("reward", "group", *(["label"] if setup.kto else []))
-    gathered: dict[str, list] = {name: [] for name in wanted if name in setup.columns}
-    with tqdm(total=len(rows), desc="preflight", unit=" rows", disable=None) as bar:  # None: off unless a terminal
-        for start, columns in rows:
-            batch = Batch(start, columns, setup)
-            for check in ROW_CHECKS:
-                seen[check].extend((np.flatnonzero(check.see(batch)) + start).tolist())
-            for name, column in gathered.items():
-                column += columns[name]
-            bar.update(len(batch.ok))
-    return seen, gathered
 
 
 WHOLE_CHECKS = (
