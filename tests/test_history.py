@@ -276,7 +276,7 @@ PLANTED = {
         {"filter_footprint", "sudden_divergence"},
     ),
     "nan_metrics": (evals(1.5, 1.4, eval_entropy=NAN), 10, set()),
-    "zero_eval_loss": (evals(1.5, 0.0), 20, set()),
+    "zero_eval_loss": ([*evals(1.5), {"step": 20, "eval_loss": 0.0, "eval_entropy": NAN}], 20, set()),
     "zeros_for_nan": (train([*falling(9), 0.0, 0.0]), 10, {"sudden_divergence"}),
     "zero_gradient": (train(falling(9), [*steady(6), 0.0, 0.0, 0.0]), 7, set()),
     "never_finite": (train([NAN] * 4, [NAN] * 4), 1, {"nan_loss"}),
@@ -513,6 +513,37 @@ def test_every_evaluation_set_is_read(timed):
     ((code, _, message),) = read(*sets(a=[1.5]), *bad)
     assert (code, message.split(":")[0]) == ("nan_metrics", "eval_b_entropy")
     assert read(*sets(a=[1.5, 1.4], b=[1.25, 1.2])) == []
+
+
+@pytest.mark.parametrize("metrics", [{"eval_accuracy": 0.5}, {"eval_entropy": 0.0}], ids=str)
+def test_margins_of_nan_make_no_other_metric_a_lie(metrics):
+    assert autopsy([{"step": 5, "eval_loss": 0.5, "eval_rewards/margins": NAN, **metrics}]).codes == ["nan_metrics"]
+    assert autopsy([{"step": 5, "eval_loss": 0.5, "eval_rewards/margins": 0.1, "eval_accuracy": 0.0}]).codes == []
+
+
+@pytest.mark.parametrize("loss", [NAN, INF, 0.0])
+def test_evaluations_that_say_nothing_are_no_standstill(loss):
+    assert "no_progress" not in autopsy(evals(loss, loss, loss, eval_entropy=1.2345678)).codes
+
+
+ALIVE, DEAD = train(falling(12), steady(12)), train([NAN] * 4, [NAN] * 4)
+
+
+@pytest.mark.parametrize(
+    ("training", "metrics", "confidence", "told"),
+    [
+        (ALIVE, {}, "likely", " while training is:"),
+        (ALIVE, {"eval_entropy": 0.5}, "likely", " while training is:"),
+        (ALIVE, {"eval_entropy": 0.0}, "likely", " while training is; every other metric is exactly 0:"),
+        ([], {}, "possible", ":"),
+        (DEAD, {}, "possible", ":"),  # it was evaluated before
+    ],
+)
+def test_what_an_empty_evaluation_stands_beside_is_told(training, metrics, confidence, told):
+    findings = autopsy([{"step": 0, "eval_loss": NAN, **metrics}, *training])
+    found = findings[findings.codes.index("nan_eval_loss")]
+    assert found.confidence == confidence
+    assert found.message.startswith(f"eval_loss is not finite from step 0 on (1 evaluation){told} some")
 
 
 def test_one_of_several_losses_is_no_evaluation_set():

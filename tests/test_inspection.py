@@ -141,13 +141,16 @@ def with_adapter():
 
 # One planted fault a code: (what preflight is given, rows or None for a fault of the set-up).
 PLANTED = {
-    "missing_text": (lambda: look(pairs(chosen=None)), [4]),
-    "not_text": (lambda: look(pairs(rejected=3)), [4]),
+    "missing_text": (lambda: look(pairs({**PAIR, "chosen": math.nan}, chosen=None)), [4, 5]),  # pandas writes NaN
+    "not_text": (
+        lambda: look(pairs(*({**PAIR, "rejected": odd} for odd in (3, ["no"], [{"from": "gpt", "value": "no"}])))),
+        [4, 5, 6],
+    ),
     "empty_text": (lambda: look(pairs(chosen="  ")), [4]),
     "empty_prompt": (lambda: look(pairs(prompt="  ")), [4]),
     "not_ids": (
-        lambda: look([{"input_ids": ids} for ids in ([5, 6], [5, "x"], "ab", None, [[5, 6]], [5.0])]),
-        [*range(1, 6)],
+        lambda: look([{"input_ids": ids} for ids in ([5, 6], (5, 6), [5, "x"], "ab", None, [[5, 6]], [5.0])]),
+        [*range(2, 7)],
     ),
     "refused_by_template": (
         lambda: look([{"messages": MESSAGES}, {"messages": [{"role": 3, "content": "two"}]}], choosy_tokenizer()),
@@ -814,6 +817,12 @@ def test_an_over_long_prompt_leaves_no_room_for_an_answer():
         "empty_prompt",
         "truncated_away",
     ]
+
+
+def test_a_row_of_tokens_without_labels_has_no_label_and_a_class_is_one():
+    rows = [{"input_ids": [5, 6, 7], "labels": labels} for labels in ([5, 6, 7], None)]
+    assert {f.code: list(f.rows) for f in look(rows)} == {"no_label": [1]}
+    assert look([{"input_ids": [5, 6, 7], "labels": 1}] * 2).codes == []
 
 
 def test_a_label_outside_the_vocabulary_is_seen():
