@@ -721,7 +721,7 @@ def test_fast_and_slow_tokenizers_agree_whatever_was_called_before():
     rows = pairs(prompt=LONG) + pairs(chosen=LONG) + pairs(chosen=PAD)
     slow = look(rows, Slow(make_tokenizer()), max_length=30)
     used = make_tokenizer()
-    used(["two", "two plus"], max_length=2, truncation=True, padding="max_length")
+    used(["two", "two plus"], max_length=2, truncation=True, padding=True)
     fast = look(rows, used, max_length=30)
     assert slow.to_dict() == fast.to_dict()
     assert fast.codes == ["truncated_away", "truncated_partly", "all_unk"]

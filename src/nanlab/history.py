@@ -276,14 +276,14 @@ def _no_progress(log: Log) -> Seen | None:
         whole = [so and any(map(_exact, m.values())) for so, m in zip(finite, metrics, strict=True)]
         same = [False] + [whole[at] and metrics[at] == metrics[at - 1] for at in range(1, len(metrics))]
         run = max(_runs(np.array(same)), key=len, default=range(0))
-        steps = [part["step"] for part in evals[max(0, run.start - 1) : run.stop]]
+        steps = [part["step"] for part in evals[run.start - 1 : run.stop]]
         longest = max(longest, steps, key=len)
     return Seen(longest, "likely") if len(longest) >= 3 else None
 
 
 def _exact(number: float) -> bool:
     """Not rounded to four digits, as transformers prints numbers, or to four decimals."""
-    return number not in (float(f"{number:.4g}"), round(number, 4) if math.isfinite(number) else number)
+    return number not in (float(f"{number:.4g}"), round(number, 4))
 
 
 def _where(steps: np.ndarray, mask: np.ndarray, confidence: str = "certain") -> Seen | None:
@@ -323,8 +323,7 @@ def _onset(heights: np.ndarray) -> Onset | None:
     if heights[-1] <= normal + 5 * scatter:
         return None
     start = _last(heights <= normal + 2 * scatter) + 1
-    tenfold = np.flatnonzero(heights[start:] >= normal + 1)
-    return Onset(start, normal, bool(len(tenfold) and tenfold[0] <= 1))
+    return Onset(start, normal, jump=bool((heights[start : start + 2] >= normal + 1).any()))
 
 
 def _last(mask: np.ndarray) -> int:
