@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanlab.post_mortem
 import nanlab.tracing
 from nanlab.errors import InputError
-from nanlab.guard import SCALER_PATIENCE, Event, Finding, GuardStop, replay, watch
+from nanlab.guard import SCALER_PATIENCE, Event, Finding, GuardStop, Summary, replay, watch
 
 BAD = (math.nan, math.inf, -math.inf)
 OPTIMIZERS = {
@@ -1706,3 +1706,21 @@ def test_a_refused_step_puts_numpys_generator_back():
     assert not guard.allow_step(loss)
     assert (np.random.get_state()[1] == before[0]).all()
     assert np.random.get_state()[2] == before[1]
+
+
+def test_a_summary_says_what_was_lost_and_why():
+    whole = Summary(1000, 3, 24, 2, {"loss": 2, "gradient": 1}, ["zero_over_zero in head"], 3 * 2**20, "cpu")
+    assert str(whole).splitlines() == [
+        "3 of 1000 steps skipped, 24 rows lost",
+        "  2 x loss",
+        "  1 x gradient",
+        "  and 2 before the run was resumed",
+        "  last good copy: 3.0 MiB on cpu",
+        "  zero_over_zero in head",
+    ]
+    assert str(Summary(10, 0, 0, 0, {}, [], 0, "")) == "0 of 10 steps skipped, 0 rows lost"
+
+
+def test_the_ranks_of_an_event_are_those_that_saw_it_first():
+    found = [Finding("loss", "", "nan", 0), Finding("loss", "", "nan", 2), Finding("gradient", "head", "nan", 1)]
+    assert Event(7, "skipped", "", tuple(found), 8).ranks == (0, 2)
