@@ -628,7 +628,8 @@ class Guard:
         if findings or self.check_state:  # what is drawn from here on is the optimizer's, and is undone with its step
             now = rng_state(self.device)
             self._note_draws(now)
-            self._rng = now if self._drew else self._rng
+            if self._drew:
+                self._rng = now
         return self._decide_before(findings)
 
     def after_step(self, model: nn.Module | None = None) -> bool:
