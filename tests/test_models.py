@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig
 
-from nanlab.models import clone, completion_log_probs
+from nanlab.models import clone, completion_batch, completion_log_probs
 
 VOCABULARY = 61
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -42,6 +42,16 @@ def plain_log_probs(model, batch):
     labels = batch["input_ids"][:, 1:]
     log_probs = logits[:, :-1].log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     return log_probs * batch["completion_mask"][:, 1:]
+
+
+def test_a_batch_of_completions_is_cut_and_padded_on_the_right():
+    batch = completion_batch([[1, 2], [], [5]], [[3, 4], [], [6]], pad_token_id=9, max_length=3)
+    assert {tensor.dtype for tensor in batch.values()} == {torch.long}  # also the row without a token
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[1, 2, 3], [9, 9, 9], [5, 6, 9]],
+        "attention_mask": [[1, 1, 1], [0, 0, 0], [1, 1, 0]],
+        "completion_mask": [[0, 0, 1], [0, 0, 0], [0, 1, 0]],
+    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -15,10 +15,11 @@ from nanlab.numerics import token_logps
 def completion_batch(
     prompts: list[list[int]], completions: list[list[int]], pad_token_id: int = 0, max_length: int | None = None
 ) -> dict[str, Tensor]:
-    """What `completion_log_probs` takes, of token ids: cut to `max_length` and padded on the right."""
+    """What `completion_log_probs` takes, of token ids, each `[rows, length]`: cut to `max_length`, padded on the right."""
     rows = [*zip(prompts, completions, strict=True)]
-    ids = [torch.tensor((prompt + completion)[:max_length]) for prompt, completion in rows]
-    masks = [torch.tensor(([0] * len(prompt) + [1] * len(completion))[:max_length]) for prompt, completion in rows]
+    whole = lambda numbers: torch.tensor(numbers[:max_length], dtype=torch.long)
+    ids = [whole([*prompt, *completion]) for prompt, completion in rows]
+    masks = [whole([0] * len(prompt) + [1] * len(completion)) for prompt, completion in rows]
     return {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
