@@ -387,3 +387,22 @@ def test_a_report_changes_no_random_number_and_runs_no_custom_operation_twice():
     assert report.cause == "overflow"
     assert torch.equal(drawn[0][0], expected)
     assert calls == [1]
+
+
+# -- what torch's own table of operators has shown -------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [
+        (lambda: torch.linalg.det(torch.eye(4) * 1e30), "overflow"),  # a polynomial: it has no pole
+        (lambda: torch.special.i1(torch.tensor([1.0, 200])).sum(), "overflow"),
+        (lambda: torch.special.modified_bessel_i0(torch.tensor([1.0, 200])).sum(), "overflow"),
+        (lambda: torch.special.erfcx(torch.tensor([1.0, -20])).sum(), "overflow"),
+        (lambda: torch.special.log_ndtr(torch.tensor([1.0, -1e30])).sum(), "overflow"),
+        (lambda: torch.mvlgamma(torch.tensor([0.0, 1]), 1).sum(), "unknown"),  # a pole
+        (lambda: torch.special.bessel_y0(torch.tensor([0.0, 1])).sum(), "unknown"),
+        (lambda: torch.special.modified_bessel_k0(torch.tensor([0.0, 1])).sum(), "unknown"),
+    ],
+)
+def test_what_grows_without_bound_overflows_and_a_pole_does_not(step, cause):
+    report = locate(step)
+    assert (report.cause, report.kind) == (cause, "inf"), str(report)

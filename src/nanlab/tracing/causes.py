@@ -28,7 +28,7 @@ MASKS = ("attn_mask", "attn_bias", "mask")  # a −inf in these is meant
 DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod|_fused_adam)"
 MODULO = r"remainder|fmod"  # by 0, of any number
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
-POLES = "acos|asin|atanh|acosh|sqrt|erfinv|log|lgamma|digamma|polygamma|special_|.*det|.*solve|linalg_inv"
+POLES = r"a(cos|sin|tanh)|sqrt|erfinv|log|(di|l|mvl|poly)gamma|special_(?!.*i[01]$|erfcx|log_n)|.*solve|linalg_inv"
 LOGARITHM = r"^(_foreach_)?(log(2|10|1p|it|_sigmoid_forward)?|xlogy|_log_softmax)_?$|ctc_loss|special_xlog1py|slogdet"
 
 
