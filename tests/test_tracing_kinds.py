@@ -406,3 +406,26 @@ def test_a_report_changes_no_random_number_and_runs_no_custom_operation_twice():
 def test_what_grows_without_bound_overflows_and_a_pole_does_not(step, cause):
     report = locate(step)
     assert (report.cause, report.kind) == (cause, "inf"), str(report)
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    return torch.histogram(x, bins=torch.tensor([0.0, 1, 2]), density=True).hist.sum()
+
+
+def by_segment(how: str, size: float = 1.0) -> torch.Tensor:
+    return torch.segment_reduce(torch.tensor([size, size, 1]), how, lengths=torch.tensor([3, 0])).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "cause", "kind"),
+    [
+        (lambda: counted(torch.full((3,), 9.0)), "zero_over_zero", "nan"),
+        (lambda: by_segment("mean"), "empty_mean", "nan"),
+        (lambda: by_segment("max"), "empty_mean", "inf"),
+        (lambda: by_segment("min"), "empty_mean", "inf"),
+        (lambda: by_segment("sum", 3e38), "overflow", "inf"),
+    ],
+)
+def test_an_operation_that_divides_inside(step, cause, kind):
+    report = locate(step)
+    assert (report.cause, report.kind) == (cause, kind), str(report)

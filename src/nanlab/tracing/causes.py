@@ -246,7 +246,7 @@ def _(b: Birth) -> bool:
     return isinstance(x, Tensor) and x.numel() > 0 and bool(x.isneginf().all(-1 if dim is None else dim).any())
 
 
-@row("empty_mean", r"mean|median|quantile|loss|cross_entropy|var|std|^div|^fill_$", "03_empty_batch")
+@row("empty_mean", r"mean|median|quantile|loss|cross_entropy|var|std|segment|^div|^fill_$", "03_empty_batch")
 def _(b: Birth) -> bool:
     """A mean over nothing: no element was selected, so the sum 0 is divided by the count 0.
 
@@ -261,7 +261,8 @@ def _(b: Birth) -> bool:
     if b.op == "fill_":  # torch does so in a cross entropy with soft labels
         return b.literal() == "nan" and b.counts.made(b.out) == "sum"
     if b.op.rstrip("_") != "div":
-        return isinstance(x, Tensor) and x.numel() == 0
+        none = ("mean",) if b.kind == "nan" else ("max", "min")  # what gives such a number for an empty segment
+        return x.numel() == 0 if isinstance(x, Tensor) else b.from_finite() and b.get("reduce") in none
     counted = b.counts.whole(other) or (not isinstance(other, Tensor) and b.counts.made(x) == "sum")
     measured = b.gradient or (is_float(x) and b.measured(x, other))
     return b.kind == "nan" and counted and b.zero(other) and not measured
@@ -277,18 +278,17 @@ def _(b: Birth) -> bool:
     and eigh have no gradient where two values are equal: use svdvals and eigvalsh, or keep the values apart.
     """
     nan, pole = b.kind == "nan", b.divides_by_zero() or bool(re.search(LOGARITHM, b.op))
-    edge = pole or (nan and not b.too_large()) if b.from_finite() else nan and b.saved
-    return b.native and edge
+    return b.native and (pole or (nan and not b.too_large()) if b.from_finite() else nan and b.saved)
 
 
-@row("zero_over_zero", DIVISION + r"|^var|^std|norm", "02_zero_std")
+@row("zero_over_zero", DIVISION + r"|^var|^std|norm|histogram", "02_zero_std")
 def _(b: Birth) -> bool:
     """0 divided by 0: numerator and denominator are zero at the same place, as with the spread of equal values.
 
     Treat that case apart: equal values leave nothing to normalise (their advantage is 0), a single value has no spread,
     and a zero vector no direction. No eps makes it right: rounding noise still comes through as a signal.
     """
-    spread = bool(re.search(r"^var|^std|(?<!batch_)norm", b.op)) and not b.too_large()
+    spread = bool(re.search(r"^var|^std|(?<!batch_)norm|histogram", b.op)) and not b.too_large()
     return b.kind == "nan" and b.from_finite() and (spread or (b.divides_by_zero() and not re.search(MODULO, b.op)))
 
 
