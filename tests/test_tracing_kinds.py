@@ -424,8 +424,10 @@ def by_segment(how: str, size: float = 1.0) -> torch.Tensor:
         (lambda: by_segment("max"), "empty_mean", "inf"),
         (lambda: by_segment("min"), "empty_mean", "inf"),
         (lambda: by_segment("sum", 3e38), "overflow", "inf"),
+        (lambda: torch.logdet(-torch.eye(3)), "log_of_zero", "nan"),
+        (lambda: torch.where(torch.eye(3) > 0, torch.eye(3), NAN).sum(), "bad_input", "nan"),  # a number of the code
     ],
 )
-def test_an_operation_that_divides_inside(step, cause, kind):
+def test_an_operation_that_divides_or_takes_a_logarithm_inside(step, cause, kind):
     report = locate(step)
     assert (report.cause, report.kind) == (cause, kind), str(report)

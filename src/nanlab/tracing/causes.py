@@ -156,8 +156,8 @@ class Birth(SimpleNamespace):
         new: dict[int, object] = {}
         one = lambda v: new.setdefault(id(v), change(v))
         swap = lambda v: [one(x) for x in v] if isinstance(v, (list, tuple)) else one(v)
-        devices = [self.out.device] if self.out.is_cuda else []
-        with torch.random.fork_rng(devices), contextlib.suppress(RuntimeError, TypeError):  # no kernel for that
+        # There may be no kernel for that.
+        with torch.random.fork_rng([self.out.device] * self.out.is_cuda), contextlib.suppress(RuntimeError, TypeError):
             value = self.func(*map(swap, self.args), **{k: swap(v) for k, v in self.kwargs.items()})
             pairs = zip(as_list(value), self.returned, strict=False)
             return new.get(id(self.out), next((again for again, t in pairs if t is self.out), None))
@@ -301,14 +301,16 @@ def _(b: Birth) -> bool:
     return (b.kind != "nan" or bool(re.search(MODULO, b.op))) and b.divides_by_zero()
 
 
-@row("log_of_zero", LOGARITHM, "04_log_of_zero")
+@row("log_of_zero", LOGARITHM + "|^scalar_tensor$", "04_log_of_zero")
 def _(b: Birth) -> bool:
     """The logarithm of 0 or less: a probability has underflowed to 0, or was 0 from the start.
 
     Stay in log space: log_softmax and logsigmoid instead of log(softmax) and log(sigmoid), logsumexp instead of
     log(sum), and for log(1 − p) a log1mexp. An added eps only moves the problem into the gradient.
     """
-    return not any(kind == "nan" or (kind == "inf" and b.kind == "nan") for _, _, kind in b.inputs)
+    # logdet() takes such a number where the determinant is negative.
+    known = b.op != "scalar_tensor" or (b.kind == "nan" and (False, "_linalg_slogdet") in b.counts.written.values())
+    return known and not any(kind == "nan" or (kind == "inf" and b.kind == "nan") for _, _, kind in b.inputs)
 
 
 @row("zero_times_inf", PRODUCT, "04_log_of_zero")

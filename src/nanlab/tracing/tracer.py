@@ -381,7 +381,7 @@ class Tracer(TorchDispatchMode):
         number = birth.literal()
         read = [e for e in self.reads.get(number, ()) if not e.root().deliberate]
         # Written in the code: a mask, a sentinel, a poison; or the answer of torch itself where there is nothing.
-        literal = number.strip("-") == event.kind and not read and event.cause != "empty_mean"
+        literal = number.strip("-") == event.kind and not read and event.cause not in ("empty_mean", "log_of_zero")
         if literal and self.steps[-1] is not None and event.kind in self.settings:
             return self.settings[event.kind]
         if literal and (event.phase == "forward" or (event.cause == "unknown" and (moved or birth.native))):
