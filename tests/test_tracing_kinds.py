@@ -431,3 +431,9 @@ def by_segment(how: str, size: float = 1.0) -> torch.Tensor:
 def test_an_operation_that_divides_or_takes_a_logarithm_inside(step, cause, kind):
     report = locate(step)
     assert (report.cause, report.kind) == (cause, kind), str(report)
+
+
+def test_a_softmax_that_is_safe_from_masked_rows_is_none():
+    x = torch.tensor([[-INF, -INF], [INF, 1]])
+    report = locate(lambda: torch.ops.aten._safe_softmax(x, -1).sum(), x=x)
+    assert (report.cause, report.op) == ("bad_input", "batch x")
