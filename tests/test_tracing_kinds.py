@@ -437,3 +437,9 @@ def test_a_softmax_that_is_safe_from_masked_rows_is_none():
     x = torch.tensor([[-INF, -INF], [INF, 1]])
     report = locate(lambda: torch.ops.aten._safe_softmax(x, -1).sum(), x=x)
     assert (report.cause, report.op) == ("bad_input", "batch x")
+
+
+def test_unique_rows_with_two_histories_go_by_both():
+    x, y = torch.tensor([[1, NAN], [1, 2]]), torch.tensor([[1, INF], [1, 2]])
+    report = locate(lambda: torch.unique(torch.cat([x, y, torch.ones(5, 2)]), dim=0).sum(), x=x, y=y)
+    assert (report.cause, report.op, report.rows) == ("bad_input", "batch x", [0]), str(report)

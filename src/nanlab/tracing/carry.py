@@ -129,7 +129,7 @@ def bad_with(b: Birth, found: list[Source], kept: list[Source], out: Tensor, oth
             numbers = numbers * (size / max(size, float(top)))
         return numbers
 
-    if (again := b.again(change)) is None:
+    if (again := b.again(change)) is None or again.shape != b.out.shape:  # other numbers, other duplicates
         raise NotImplementedError(b.op)
     alike = torch.isnan(plain(again)) | ~torch.isnan(plain(b.out))  # an inf that is there by design makes no NaN
     return out & bad_mask(again) & (alike if not kept else True)
