@@ -363,9 +363,10 @@ def _(b: Birth) -> bool:
 @row("unknown", r"", "08_locate")
 def _(b: Birth) -> bool:
     """No row of the table fits. NaN from finite numbers is mostly a function outside its domain (√ of less than 0,
-    acos of 2), inf mostly a pole (atanh of 1).
+    acos of 2, the inverse of a singular matrix), inf mostly a pole (atanh of 1).
 
     Look at the ranges of the inputs: a difference that rounding has made negative, a parameter that has to stay
-    positive, a cosine that is 1 and a little more. Clamp what only rounding has moved; mend what is really outside.
+    positive, a cosine that is 1 and a little more, columns of a matrix that depend on one another. Clamp what only
+    rounding has moved; mend what is really outside.
     """
     return True
