@@ -220,6 +220,20 @@ def test_an_optimizer_that_divides_by_a_norm_of_zero_has_not_lost_its_eps(settin
     assert (report.cause, report.phase, report.source) == ("zero_over_zero", "optimizer", line("length of nothing"))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("slope", [0.0, 1e-25])
+def test_adagrad_without_an_eps_underflows_also_where_it_is_fused(fused, slope):
+    w = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adagrad([w], lr=0.1, eps=0, fused=fused)
+
+    def step():
+        (w * slope).sum().backward()
+        optimizer.step()
+
+    report = locate(step)
+    assert (report.cause, report.phase) == ("optimizer_underflow", "optimizer"), str(report)
+
+
 # -- what the report says --------------------------------------------------------------------------------------------
 def test_the_text_and_the_card_show_the_line_and_its_function():
     def step():

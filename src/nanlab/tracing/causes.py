@@ -25,7 +25,7 @@ from nanlab.tracing.values import as_list, bad, bad_mask, is_float, plain
 CONSTANT = "a constant in"  # how the name of a number begins that is written in the code
 COPIES = ("cat", "clone", "stack", "index", "gather", "_to_copy")
 MASKS = ("attn_mask", "attn_bias", "mask")  # a −inf in these is meant
-DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod|_fused_adam)"
+DIVISION = r"^(_foreach_)?(div|floor_divide|reciprocal|rsqrt|pow|float_power|addcdiv|remainder|fmod|_fused_ada)"
 MODULO = r"remainder|fmod"  # by 0, of any number
 PRODUCT = r"mul|^(mm|bmm|addmm|baddbmm|addmv|mv|dot|vdot|lerp|addcmul|cumprod|prod|convolution|_fused_rms_norm)"
 POLES = r"a(cos|sin|tanh)|sqrt|erfinv|log|(di|l|mvl|poly)gamma|special_(?!.*i[01]$|erfcx|log_n)|.*solve|linalg_inv"
@@ -91,7 +91,7 @@ class Birth(SimpleNamespace):
         return torch.Tag.pointwise in getattr(self.func, "tags", ()) and simple
 
     def divisor(self) -> object:
-        by = self.get("other", "tensor2", "scalars", "exp_avg_sqs")
+        by = self.get("other", "tensor2", "scalars", "exp_avg_sqs", "state_sums")
         return self.get("self") if by is None else by
 
     def divides_by_zero(self) -> bool:
