@@ -203,21 +203,19 @@ def row(name: str, operations: str, lesson: str) -> Callable:
     return add
 
 
-NOTES = {  # (cause, kind, operation where it matters) → what its row leaves out
-    ("log_of_zero", "nan", ""): "Here it is out of range: rounding, a wrong sign, a parameter that must stay positive.",
-    ("masked_row", "-inf", "logsumexp"): "Here it gives −inf, and NaN in its gradient or where such are subtracted.",
+NOTES = {  # (cause, kind) → what its row leaves out
+    ("log_of_zero", "nan"): "Here it is out of range: rounding, a wrong sign, a parameter that must stay positive.",
+    ("masked_row", "-inf"): "Here it gives −inf, and NaN in its gradient or where such are subtracted.",
 }
 
 
 def diagnose(birth: Birth) -> tuple[str, str]:
     """The first row that fits, and what can be said in numbers."""
     name = next(c.name for c in CAUSES.values() if re.search(c.operations, birth.op) and c.test(birth))
-    if name == "overflow":
-        return name, birth.excess()
     if name == "optimizer_underflow" and birth.eps:
         dtype, eps = str(birth.narrowest()).removeprefix("torch."), min(birth.eps)
         return name, f"eps is {eps:g}, which {dtype} holds as {birth.held(eps):.3g}."
-    return name, NOTES.get((name, birth.kind, birth.op if name == "masked_row" else ""), "")
+    return name, birth.excess() if name == "overflow" else NOTES.get((name, birth.kind), "")
 
 
 @row("optimizer_underflow", DIVISION, "06_fp16_overflow")
