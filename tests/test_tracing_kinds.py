@@ -234,6 +234,23 @@ def test_adagrad_without_an_eps_underflows_also_where_it_is_fused(fused, slope):
     assert (report.cause, report.phase) == ("optimizer_underflow", "optimizer"), str(report)
 
 
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("slope", [0.0, 1.0])
+@pytest.mark.parametrize("wrapped", [float, torch.tensor])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, torch.optim.RAdam])
+def test_a_learning_rate_that_is_not_finite_is_named(value, slope, wrapped, optimizer):
+    w = nn.Parameter(torch.ones(3))
+    moved = optimizer([w], lr=0.1, foreach=False)
+    moved.param_groups[0]["lr"] = wrapped(value)
+
+    def step():
+        (w * slope).sum().backward()
+        moved.step()
+
+    report = locate(step)
+    assert (report.cause, report.phase, report.op) == ("bad_state", "state", "lr of the optimizer"), str(report)
+
+
 # -- what the report says --------------------------------------------------------------------------------------------
 def test_the_text_and_the_card_show_the_line_and_its_function():
     def step():

@@ -139,14 +139,14 @@ class Tracer(TorchDispatchMode):
         return tuple(map(within, args)), {k: within(v) for k, v in kwargs.items()}
 
     def look_at_settings(self, optimizer: Optimizer) -> None:
-        """A NaN learning rate is no tensor. An inf is a finding only where it does harm: some are inf by design."""
+        """A learning rate, mostly no tensor. An inf is a finding only where it does harm: some are inf by design."""
         for name, value in ((k, v) for g in optimizer.param_groups for k, vs in g.items() for v in as_list(vs)):
             if isinstance(value, (float, np.floating, Tensor)) and name != "params" and not math.isfinite(value):
                 kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
                 said = f"{name} is {float(value)} when step() is called."
                 event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
                 self.settings.setdefault(kind, event)
-                self.names.add(value, label, "bad_state")
+                self.taint.record(value, [(None, (event,))]) if isinstance(value, Tensor) else None
 
     def closure(self, call: Callable, *args, **kwargs) -> object:
         """Within an optimizer's step: forward and backward."""
@@ -382,8 +382,8 @@ class Tracer(TorchDispatchMode):
         read = [e for e in self.reads.get(number, ()) if not e.root().deliberate]
         # Written in the code: a mask, a sentinel, a poison; or the answer of torch itself where there is nothing.
         literal = number.strip("-") == event.kind and not read and event.cause not in ("empty_mean", "log_of_zero")
-        if literal and self.steps[-1] is not None and event.kind in self.settings:
-            return self.settings[event.kind]
+        if not read and self.steps[-1] is not None and number.strip("-") in self.settings:
+            return self.settings[number.strip("-")]
         if literal and (event.phase == "forward" or (event.cause == "unknown" and (moved or birth.native))):
             what = "a number given to" if moved else CONSTANT
             event.cause, event.phase, event.name = "bad_input", "data", f"{what} {event.op}"
