@@ -474,3 +474,17 @@ def test_unique_rows_with_two_histories_go_by_both():
     x, y = torch.tensor([[1, NAN], [1, 2]]), torch.tensor([[1, INF], [1, 2]])
     report = locate(lambda: torch.unique(torch.cat([x, y, torch.ones(5, 2)]), dim=0).sum(), x=x, y=y)
     assert (report.cause, report.op, report.rows) == ("bad_input", "batch x", [0]), str(report)
+
+
+# -- complex numbers -------------------------------------------------------------------------------------------------
+def test_a_single_complex_number_has_no_rows():
+    x = torch.tensor(complex(NAN, 1))
+    report = locate(lambda: (x * 2).abs(), x=x)
+    assert (report.cause, report.op, report.rows, report.length) == ("bad_input", "batch x", [], 0)
+
+
+def test_what_a_sparse_tensor_holds_is_in_no_row_that_is_known():
+    x = torch.eye(3)[1:].to_sparse()
+    x.values()[1] = NAN
+    report = locate(lambda: (x @ torch.ones(3, 1)).sum(), x=x)
+    assert (report.cause, report.op, report.rows) == ("bad_input", "batch x", [])

@@ -32,7 +32,8 @@ class Event(Report):
     def about(self, t: Tensor, mask: Tensor, **more: object) -> Event:
         """The same event, with how much of ``t`` is bad, and in which rows."""
         amount = f"{int(mask.sum())} of {mask.numel()} in {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-        batched = mask.dim() and self.phase != "optimizer"  # a weight's rows are not the batch's
+        # A weight's rows are not the batch's; of a sparse tensor the mask knows the values only.
+        batched = t.layout is torch.strided and t.dim() and self.phase != "optimizer"
         rows = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist() if batched else []
         return replace(self, amount=amount, rows=rows, length=len(mask) if batched else 0, **more)
 
