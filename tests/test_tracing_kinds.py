@@ -3,6 +3,7 @@
 import copy
 import linecache
 import math
+import warnings
 
 import pytest
 import torch
@@ -481,6 +482,17 @@ def test_a_single_complex_number_has_no_rows():
     x = torch.tensor(complex(NAN, 1))
     report = locate(lambda: (x * 2).abs(), x=x)
     assert (report.cause, report.op, report.rows, report.length) == ("bad_input", "batch x", [], 0)
+
+
+def test_a_second_look_at_complex_numbers_keeps_their_imaginary_part():
+    x = torch.tensor([1e30 + 0j, 1, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.set_warn_always(True)
+        report = locate(lambda: x.var())
+        torch.set_warn_always(False)
+    assert (report.cause, report.kind) == ("overflow", "inf")
+    assert "times that" in locate(lambda: (torch.tensor([1e30j, 1]) ** 2).abs().sum()).explanation
 
 
 def test_what_a_sparse_tensor_holds_is_in_no_row_that_is_known():

@@ -167,7 +167,8 @@ class Birth(SimpleNamespace):
         """The output with float64 arguments; None also if it is large, or written in place."""
         if re.search("^_f|_$", self.op) or sum(x.numel() for _, x, _ in self.inputs) > LARGEST:
             return None
-        return self.again(lambda v: v.double() if is_float(v) else torch.float64 if isinstance(v, torch.dtype) else v)
+        wide = lambda dtype: torch.complex128 if dtype.is_complex else torch.float64
+        return self.again(lambda v: v.to(wide(v.dtype)) if is_float(v) else wide(v) if type(v) is torch.dtype else v)
 
     def excess(self) -> str:
         """How far past the largest number of the dtype."""
