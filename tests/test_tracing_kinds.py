@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import lines_of
+from marks import healthy, lines_of
 from torch import nn
 
 from nanlab import locate
@@ -500,3 +500,10 @@ def test_what_a_sparse_tensor_holds_is_in_no_row_that_is_known():
     x.values()[1] = NAN
     report = locate(lambda: (x @ torch.ones(3, 1)).sum(), x=x)
     assert (report.cause, report.op, report.rows) == ("bad_input", "batch x", [])
+
+
+def test_sparse_complex_numbers_are_looked_at():
+    x = torch.eye(3, dtype=torch.complex64).to_sparse_csr()
+    assert healthy(locate(lambda: (x @ torch.ones(3, 1, dtype=torch.complex64)).abs().sum(), x=x))
+    x.values()[1] = NAN
+    assert locate(lambda: (x @ torch.ones(3, 1, dtype=torch.complex64)).abs().sum(), x=x).op == "batch x"

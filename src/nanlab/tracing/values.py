@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 WITHOUT_MEMORY = (UninitializedTensorMixin, FakeTensor, FunctionalTensor)
-COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+PACKED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def is_float(t: object) -> bool:
@@ -44,7 +44,7 @@ def plain(t: Tensor) -> Tensor:
     """The numbers of ``t`` as a strided, real tensor, in the same memory where possible."""
     t = local(t).detach()
     if t.layout is not torch.strided:
-        t = t._values() if t.layout is torch.sparse_coo else t.values() if t.layout in COMPRESSED else t.to_dense()
+        t = t._values() if t.layout is torch.sparse_coo else t.values().detach() if t.layout in PACKED else t.to_dense()
     return torch.view_as_real(t.conj() if t.is_conj() else t) if t.is_complex() else t
 
 
