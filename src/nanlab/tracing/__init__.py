@@ -45,8 +45,9 @@ def locate(
     A step that raises gives a report too: up to there, with ``report.exception``. Compiled models run eagerly here,
     and the inside of one fused kernel (flex_attention) is one operation. What is no operation of torch is not seen:
     Triton kernels that are launched by hand (TRL's are switched off meanwhile), and what other threads do. Each process
-    of a distributed run reports its own; a trainer's stop at the same batch, so call it on all of them. On a GPU every
-    check waits for the device; the cost was measured on CPU only.
+    of a distributed run reports its own; a trainer's stop at the same batch, so call it on all of them. While anything
+    watches its operations, torch takes another way for a few, and rounds otherwise: the gradients of prod() and
+    cumprod(), pinv(), lstsq(). On a GPU every check waits for the device; the cost was measured on CPU only.
     Raises `InputError`, in one line, where ``step`` is neither a function without arguments nor a trainer, or another
     argument is not what it should be.
     """
