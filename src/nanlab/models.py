@@ -15,7 +15,7 @@ from nanlab.numerics import token_logps
 def completion_batch(
     prompts: list[list[int]], completions: list[list[int]], pad_token_id: int = 0, max_length: int | None = None
 ) -> dict[str, Tensor]:
-    """What `completion_log_probs` takes, of token ids, each `[rows, length]`: cut to `max_length`, padded on the right."""
+    """What `completion_log_probs` takes, `[rows, length]` each: ids cut to `max_length` and padded on the right."""
     rows = [*zip(prompts, completions, strict=True)]
     whole = lambda numbers: torch.tensor(numbers[:max_length], dtype=torch.long)
     ids = [whole([*prompt, *completion]) for prompt, completion in rows]
