@@ -533,3 +533,30 @@ def test_a_batch_that_raises_after_a_look_at_its_loss_is_that_batchs_fault(make,
     rows = [{**one, "w": NAN if one["x"] == row else 1.0} for one in DATA]
     report = locate(make(Strict, rows=rows, remove_unused_columns=False))
     assert (report.op, report.batch, report.examples) == ("batch w", row // 2, [row]), str(report)
+
+
+# -- what is made of bad numbers outside of the batches, and what hides them -------------------------------------------
+class Perplexity(InOrder):
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        return metrics | {"eval_ppl": torch.tensor(1000 * metrics["eval_loss"]).exp().item()}  # of evaluate()
+
+
+class Ratio(TrainerCallback):
+    def on_evaluate(self, *args, metrics=None, **kwargs):
+        none = torch.zeros(2)
+        metrics["eval_ratio"] = (none / none).mean().item()  # of a callback
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "where"),
+    [
+        ({"kind": Perplexity}, "overflow", "of evaluate()"),
+        ({"callbacks": [Ratio()]}, "zero_over_zero", "of a callback"),
+    ],
+    ids=["evaluate", "callback"],
+)
+def test_a_metric_that_is_added_to_those_of_an_evaluation_has_its_line(make, options, cause, where):
+    report = locate(make(**options), mode="eval")
+    assert verdict(report) == (cause, "forward", line(where)), str(report)
+    assert report.story[-1].startswith("It surfaced in the metric eval_")

@@ -64,8 +64,8 @@ class Hunt:
     """One run of a trainer, up to the first batch that fails or to ``limit`` batches.
 
     ``fetched``: (rows of the dataset, the batch made of them), the last ones. ``part``, ``first``: which of several
-    evaluation sets, and its first batch. ``irregular``: batches that failed, but not again. ``aside``: bad values
-    handed to the metrics. ``logged``: names of TRL's own metrics that are not finite.
+    evaluation sets, and its first batch. ``irregular``: batches that failed, but not again. ``logged``: names of TRL's
+    own metrics that are not finite.
     """
 
     def __init__(self, trainer: Any, mode: str, limit: int | None) -> None:
@@ -74,7 +74,7 @@ class Hunt:
         self.trl = any(c.__module__.startswith("trl.") for c in type(trainer).__mro__)
         self.tracer.call = line_of(self.tracer.names.here().user)[0]
         self.fetched: deque = deque(maxlen=8 + trainer.args.gradient_accumulation_steps)
-        self.part, self.first, self.irregular, self.aside, self.logged = "", 0, [], {}, {}
+        self.part, self.first, self.irregular, self.logged = "", 0, [], {}
 
     def install(self) -> None:
         """Take part in the run. Nothing here is taken back one by one: the trainer is frozen."""
@@ -91,9 +91,6 @@ class Hunt:
         self.original = getattr(trainer, METHODS[self.mode])
         setattr(trainer, METHODS[self.mode], self.step)
         trainer.get_eval_dataloader = functools.partial(self.open, trainer.get_eval_dataloader)
-        for name in ("preprocess_logits_for_metrics", "compute_metrics"):
-            if (own := getattr(trainer, name, None)) is not None:
-                setattr(trainer, name, functools.partial(self.measure, own))
         self.tracer.names.adopt(trainer.model)
         for name, held in with_entries(vars(trainer)):
             if isinstance(held, nn.Module):
@@ -121,9 +118,8 @@ class Hunt:
         if self.agreed(report.found):
             self.stop(report, {})
         self.tracer.sinks = {}
-        metrics = self.trainer._metrics.get(self.mode, {}) if self.trl and hasattr(self.trainer, "_metrics") else {}
-        odd = lambda values: any(isinstance(v, float) and not math.isfinite(v) for v in as_list(values))
-        self.logged |= {name: True for name, values in metrics.items() if odd(values)}
+        metrics = vars(self.trainer).get("_metrics", {}).get(self.mode, {}) if self.trl else {}
+        self.logged |= {k: v for k, vs in metrics.items() for v in as_list(vs) if isinstance(v, float) and v - v != 0}
 
     def try_out(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a batch untraced; if it fails, put back what it changed, and run it once more under the tracer."""
@@ -184,14 +180,6 @@ class Hunt:
         self.part, self.first = dataset if isinstance(dataset, str) else "", self.batch + 1
         return original(dataset, *args, **kwargs)
 
-    def measure(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """In place of what makes metrics. Whether a bad value matters is seen when the metrics are there."""
-        result = original(*args, **kwargs)
-        for value in tree_leaves(result):
-            self.tracer.sink("values for the metrics", value, "values")
-        self.aside, self.tracer.sinks = {**self.tracer.sinks, **self.aside}, {}
-        return result
-
     def stop(self, report: Report, inputs: dict[str, Any]) -> None:
         """Add the batch, the rows without any label if the mean was empty, their dataset rows and their text."""
         self.report, report.batch = report, None if self.batch < 0 else self.batch  # None: before the first
@@ -232,11 +220,13 @@ class Hunt:
 
     def conclude(self, metrics: Any) -> Report:
         """The report; if nothing was found, with what there is to say about the run."""
-        numbers = metrics if isinstance(metrics, dict) else {}
-        wrong = [k for k, v in numbers.items() if isinstance(v, float) and not math.isfinite(v)] + [*self.logged]
-        if wrong and self.aside:
-            self.tracer.sinks = self.aside
-            self.report = verdict(self.tracer)
+        wrong = [*self.logged]
+        for name, value in metrics.items() if isinstance(metrics, dict) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                self.tracer.sink(said := f"the metric {name}", value, "values")
+                if value != value:  # NumPy makes NaN of inf
+                    self.tracer.sinks.setdefault(("values", said), self.tracer.latest.get("inf", ()))
+                self.report, wrong = verdict(self.tracer), [*wrong, name]
         if not self.report.found and self.report.batch is None:
             raised, begun = self.report.exception, self.batch + 1
             said = {
