@@ -560,3 +560,28 @@ def test_a_metric_that_is_added_to_those_of_an_evaluation_has_its_line(make, opt
     report = locate(make(**options), mode="eval")
     assert verdict(report) == (cause, "forward", line(where)), str(report)
     assert report.story[-1].startswith("It surfaced in the metric eval_")
+
+
+@pytest.mark.parametrize("bound", [torch.nan_to_num, lambda t: t.clamp(-3e38, 3e38)], ids=["nan_to_num", "clamp"])
+def test_an_inf_that_became_the_largest_number_is_told_where_that_overflows(make, bound):
+    class Bounded(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            out = model(**inputs)
+            scores = bound(out["logits"] / (inputs["x"] - 5)[:, None])  # one is 0
+            return out["loss"] + scores.mul(2).square().mean()
+
+    report = locate(make(Bounded))
+    assert (*verdict(report), report.examples) == ("division_by_zero", "forward", line("one is 0"), [5]), str(report)
+    assert "mul made inf" in str(report.story)
+
+
+def test_an_overflow_is_its_own_beside_an_inf_that_was_made_small(make):
+    class Bounded(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            out = model(**inputs)
+            weights = (1 / (inputs["x"] - 5)).clamp(-10, 10)
+            large = (inputs["x"] - 4).relu().mul(1e35)
+            return (out["loss"] * weights).mean() + large.mul(1e5).mean()  # too large
+
+    report = locate(make(Bounded))
+    assert (*verdict(report), report.batch) == ("overflow", "forward", line("too large"), 2), str(report)

@@ -27,7 +27,7 @@ from nanlab.tracing.causes import CONSTANT, COPIES, MASKS, Birth, Was, diagnose
 from nanlab.tracing.counts import Counts
 from nanlab.tracing.events import Event, Parts, Taint, merge
 from nanlab.tracing.names import UNNAMED, Names, name_in_frames
-from nanlab.tracing.values import as_list, bad, bad_mask, is_composed, is_float, is_mask, key_of, plain, span, wide
+from nanlab.tracing.values import as_list, bad, bad_mask, big, is_composed, is_float, is_mask, key_of, plain, span, wide
 from nanlab.tracing.where import Place, line_of, walk
 
 UNSEEN_OR_SHARED = ("empty", "resize_", "set_", "new_empty", "_unsafe_view")
@@ -81,7 +81,7 @@ class Tracer(TorchDispatchMode):
     ``passed``: where forward has handed bad numbers on.
     Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
     ``lifted``, made of Python numbers → the events behind what had been read by then; ``dropped``, a sum → the events
-    of what nansum has left out.
+    of what nansum has left out, and of what nan_to_num() or clamp() have made finite ("bounded").
     Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``answer``, the
     last answer that a bad number gave (``tests``: storages of such), ``looked``: when it, or such a number, was read;
     ``chosen``, the last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``,
@@ -301,8 +301,9 @@ class Tracer(TorchDispatchMode):
     def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         self.counts.note(name, args, out, outs)
-        if name == "nansum" and (events := self.guilty(args[0])):
-            self.dropped[key_of(out)] = events
+        bounds = name.startswith(("nan_to_num", "clamp", "clip", "minimum"))
+        if (bounds or name == "nansum") and (events := self.guilty(args[0])) and (not bounds or big(out)):
+            self.dropped["bounded" if bounds else key_of(out)] = events
         whole = lambda t: not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
         drawn = any(isinstance(t, Tensor) and whole(t) for t in as_list(out))
         looks = (drawn or name == "_local_scalar_dense") and args and is_float(args[0])
@@ -388,10 +389,11 @@ class Tracer(TorchDispatchMode):
             what = "a number given to" if moved else CONSTANT
             event.cause, event.phase, event.name = "bad_input", "data", f"{what} {event.op}"
             event.explanation = "That line writes it: ask what it stands for, a missing value or a mask."
-        # All of it may have been dropped since it was bad.
-        x = birth.get("self")
+        # All of it may have been dropped since it was bad, or the largest number may stand in place of inf.
+        x, bounded = birth.get("self"), any(big(x) for _, x, _ in birth.inputs) and not self.scaler_skips
         lost = [e for e in self.dropped.get(key_of(x), ()) if e.root().phase != "data"] if is_float(x) else []
-        event.parents = merge([lost] if event.cause == "empty_mean" else [parents, read])
+        behind = [parents, read, self.dropped.get("bounded", ()) if bounded else ()]
+        event.parents = merge([lost] if event.cause == "empty_mean" else behind)
         # The logarithm of 0 and 1 is a mask that will be added.
         event.selects = event.cause == "log_of_zero" and self.counts.whole(x) and is_mask(birth.out)
         passed_on = birth.op == "_log_softmax" and bool(parents) and all(p.deliberate for p in parents)

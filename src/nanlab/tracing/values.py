@@ -71,6 +71,11 @@ def bad_mask(t: Tensor) -> Tensor:
     return wide(t) * 0 != 0  # half the time of isfinite()
 
 
+def big(t: Tensor) -> bool:
+    """Is its largest number finite, but so near the end of the dtype as what nan_to_num() puts in place of inf?"""
+    return torch.finfo(t.dtype).max ** 0.8 < (wide(t).abs().max().item() if t.numel() else 0) < math.inf
+
+
 def is_mask(t: Tensor) -> bool:
     """Is each finite number 0, as in a mask that is added?"""
     return not plain(t)[~bad_mask(t)].any()
