@@ -585,3 +585,14 @@ def test_an_overflow_is_its_own_beside_an_inf_that_was_made_small(make):
 
     report = locate(make(Bounded))
     assert (*verdict(report), report.batch) == ("overflow", "forward", line("too large"), 2), str(report)
+
+
+def test_a_learning_rate_that_the_schedule_has_divided_by_0_has_its_line(make):
+    class Noam(InOrder):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            factor = lambda step: torch.tensor(float(step)).rsqrt().item()  # the step is 0
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+
+    report = locate(make(Noam, optim="sgd"))
+    assert verdict(report) == ("division_by_zero", "forward", line("the step is 0")), str(report)
+    assert report.story[1].startswith("lr of the optimizer was already inf")

@@ -144,8 +144,10 @@ class Tracer(TorchDispatchMode):
             if isinstance(value, (float, np.floating, Tensor)) and name != "params" and not math.isfinite(value):
                 kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
                 said = f"{name} is {float(value)} when step() is called."
-                event = self.event(label, "state", name=label, kind=kind, cause="bad_state", explanation=said)
-                self.settings.setdefault(kind, event)
+                of_step = isinstance(value, Tensor) and key_of(value) in self.taint
+                behind = self.guilty(value) if of_step else self.reads.get(str(float(value)), ())
+                more = {"cause": "bad_state", "explanation": said, "parents": behind}
+                self.settings.setdefault(kind, event := self.event(label, "state", name=label, kind=kind, **more))
                 self.taint.record(value, [(None, (event,))]) if isinstance(value, Tensor) else None
 
     def closure(self, call: Callable, *args, **kwargs) -> object:
