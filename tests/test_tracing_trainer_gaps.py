@@ -596,3 +596,21 @@ def test_a_learning_rate_that_the_schedule_has_divided_by_0_has_its_line(make):
     report = locate(make(Noam, optim="sgd"))
     assert verdict(report) == ("division_by_zero", "forward", line("the step is 0")), str(report)
     assert report.story[1].startswith("lr of the optimizer was already inf")
+
+
+def test_labels_that_a_collator_makes_nan_with_numpy_have_rows_of_the_dataset(make):
+    class Regression(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            return F.mse_loss(model.head(model.emb(inputs["x"]))[:, 0], inputs["y"])
+
+    def collate(rows):
+        y = np.float32([0 if row["x"] in (4, 5) else row["x"] for row in rows])
+        with np.errstate(invalid="ignore"):
+            y = (y - y.mean()) / y.std()
+        return {"x": torch.tensor([row["x"] for row in rows]), "y": torch.tensor(y)}  # through NumPy
+
+    trainer = make(Regression, remove_unused_columns=False)
+    trainer.data_collator = collate
+    report = locate(trainer)
+    assert verdict(report) == ("bad_input", "data", line("through NumPy")), str(report)
+    assert (report.batch, report.rows, report.examples) == (2, [0, 1], [4, 5])

@@ -31,12 +31,13 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from nanlab.errors import InputError
 from nanlab.tracing.causes import CONSTANT
+from nanlab.tracing.events import Event
 from nanlab.tracing.judge import RAISED, abandoned, run, sink_state, verdict
 from nanlab.tracing.names import UNNAMED, parts_of, with_entries
 from nanlab.tracing.report import Report, listed
 from nanlab.tracing.tracer import Tracer
 from nanlab.tracing.undo import freeze, global_state
-from nanlab.tracing.values import as_list, bad, is_float
+from nanlab.tracing.values import as_list, bad, bad_mask, is_float
 from nanlab.tracing.where import line_of
 
 METHODS = {"train": "training_step", "eval": "prediction_step"}
@@ -196,6 +197,8 @@ class Hunt:
         blocks = len(PARTS) if self.trl else 1
         fits = tokens and report.length in [size * n for n in range(1, blocks + 1)]
         came_in = report.op.startswith(("batch ", UNNAMED, CONSTANT))
+        # A collator has names of its own for what the batch is made of.
+        came_in |= any(is_float(t) and Event().about(t, bad_mask(t)).rows == report.rows for t in tokens.values())
         if fits and (came_in or report.phase == "forward" or report.cause == "gradient_at_edge"):
             report.examples = list(dict.fromkeys(index[row % size] for row in report.rows)) if index else []
             for row in report.rows[:4] if hasattr(getattr(self.trainer, "processing_class", None), "decode") else ():
