@@ -614,3 +614,15 @@ def test_labels_that_a_collator_makes_nan_with_numpy_have_rows_of_the_dataset(ma
     report = locate(trainer)
     assert verdict(report) == ("bad_input", "data", line("through NumPy")), str(report)
     assert (report.batch, report.rows, report.examples) == (2, [0, 1], [4, 5])
+
+
+def test_a_transcript_that_does_not_fit_its_frames_is_told_so(make):
+    class Speech(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            scores = model.head(model.emb(inputs["x"])).log_softmax(-1)[None].expand(4, -1, -1)
+            lengths = torch.where(inputs["x"] == 5, 3, 1)
+            return F.ctc_loss(scores, torch.ones(2, 3, dtype=torch.long), torch.full((2,), 4), lengths)  # 1 1 1
+
+    report = locate(make(Speech))
+    assert (*verdict(report), report.examples) == ("log_of_zero", "forward", line("1 1 1"), [5]), str(report)
+    assert "more frames than there are" in report.explanation

@@ -204,9 +204,10 @@ def row(name: str, operations: str, lesson: str) -> Callable:
     return add
 
 
-NOTES = {  # (cause, kind) → what its row leaves out
-    ("log_of_zero", "nan"): "Here it is out of range: rounding, a wrong sign, a parameter that must stay positive.",
-    ("masked_row", "-inf"): "Here it gives −inf, and NaN in its gradient or where such are subtracted.",
+NOTES = {  # how cause, kind and operation begin → what its row leaves out
+    "log_of_zero inf _ctc_loss": "Here it is mostly a target that needs more frames than there are: see zero_infinity.",
+    "log_of_zero nan": "Here it is out of range: rounding, a wrong sign, a parameter that must stay positive.",
+    "masked_row -inf": "Here it gives −inf, and NaN in its gradient or where such are subtracted.",
 }
 
 
@@ -216,7 +217,8 @@ def diagnose(birth: Birth) -> tuple[str, str]:
     if name == "optimizer_underflow" and birth.eps:
         dtype, eps = str(birth.narrowest()).removeprefix("torch."), min(birth.eps)
         return name, f"eps is {eps:g}, which {dtype} holds as {birth.held(eps):.3g}."
-    return name, birth.excess() if name == "overflow" else NOTES.get((name, birth.kind), "")
+    note = next((note for case, note in NOTES.items() if f"{name} {birth.kind} {birth.op}".startswith(case)), "")
+    return name, birth.excess() if name == "overflow" else note
 
 
 @row("optimizer_underflow", DIVISION, "06_fp16_overflow")
