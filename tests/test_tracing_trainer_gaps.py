@@ -562,6 +562,20 @@ def test_a_metric_that_is_added_to_those_of_an_evaluation_has_its_line(make, opt
     assert report.story[-1].startswith("It surfaced in the metric eval_")
 
 
+def test_labels_that_are_missing_are_not_behind_a_nan_of_numpy(make):
+    class Gaps(InOrder):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            scores, known = model(inputs["x"], inputs["x"] % 3)["logits"], ~inputs["labels"].isnan()
+            loss = F.mse_loss(scores[known], inputs["labels"][known])
+            return (loss, {"loss": loss, "logits": scores}) if return_outputs else loss
+
+    trainer = make(Gaps, rows=[{"x": i, "labels": [1.0, NAN, 2.0]} for i in range(8)])
+    trainer.compute_metrics = lambda p: {"pearson": float(np.mean(p.predictions) * NAN)}
+    report = locate(trainer, mode="eval")
+    assert not report.found, str(report)
+    assert "no batch was to blame: eval_pearson." in report.explanation
+
+
 @pytest.mark.parametrize("bound", [torch.nan_to_num, lambda t: t.clamp(-3e38, 3e38)], ids=["nan_to_num", "clamp"])
 def test_an_inf_that_became_the_largest_number_is_told_where_that_overflows(make, bound):
     class Bounded(InOrder):

@@ -226,9 +226,11 @@ class Hunt:
         wrong = [*self.logged]
         for name, value in metrics.items() if isinstance(metrics, dict) else ():
             if isinstance(value, float) and not math.isfinite(value):
-                self.tracer.sink(said := f"the metric {name}", value, "values")
-                if value != value:  # NumPy makes NaN of inf
-                    self.tracer.sinks.setdefault(("values", said), self.tracer.latest.get("inf", ()))
+                label = "values", f"the metric {name}"
+                self.tracer.sink(label[1], value, label[0])
+                behind = self.tracer.sinks.get(label) or (value != value and self.tracer.latest.get("inf")) or ()
+                # NumPy makes NaN of inf. What the trainer only gathers may be NaN where a label is missing.
+                self.tracer.sinks[label] = [e for e in behind if e.root().name != UNNAMED]
                 self.report, wrong = verdict(self.tracer), [*wrong, name]
         if not self.report.found and self.report.batch is None:
             raised, begun = self.report.exception, self.batch + 1
