@@ -143,12 +143,10 @@ class Tracer(TorchDispatchMode):
         for name, value in ((k, v) for g in optimizer.param_groups for k, vs in g.items() for v in as_list(vs)):
             if isinstance(value, (float, np.floating, Tensor)) and name != "params" and not math.isfinite(value):
                 kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
-                said = f"{name} is {float(value)} when step() is called."
-                of_step = isinstance(value, Tensor) and key_of(value) in self.taint
-                behind = self.guilty(value) if of_step else self.reads.get(str(float(value)), ())
-                more = {"cause": "bad_state", "explanation": said, "parents": behind}
-                self.settings.setdefault(kind, event := self.event(label, "state", name=label, kind=kind, **more))
-                self.taint.record(value, [(None, (event,))]) if isinstance(value, Tensor) else None
+                self.names.add(value, label, "bad_state")
+                said, read = f"{name} is {float(value)} when step() is called.", self.reads.get(str(float(value)), ())
+                more = {"name": label, "kind": kind, "cause": "bad_state", "explanation": said, "parents": read}
+                self.settings.setdefault(kind, (self.guilty(value) or [self.event(label, "state", **more)])[0])
 
     def closure(self, call: Callable, *args, **kwargs) -> object:
         """Within an optimizer's step: forward and backward."""

@@ -73,7 +73,7 @@ def bad_mask(t: Tensor) -> Tensor:
 
 def big(t: Tensor) -> bool:
     """Is its largest number finite, but so near the end of the dtype as what nan_to_num() puts in place of inf?"""
-    return torch.finfo(t.dtype).max ** 0.8 < (wide(t).abs().max().item() if t.numel() else 0) < math.inf
+    return torch.finfo(t.dtype).max ** 0.9 < (wide(t).abs().max().item() if t.numel() else 0) < math.inf
 
 
 def is_mask(t: Tensor) -> bool:
