@@ -640,3 +640,23 @@ def test_a_transcript_that_does_not_fit_its_frames_is_told_so(make):
     report = locate(make(Speech))
     assert (*verdict(report), report.examples) == ("log_of_zero", "forward", line("1 1 1"), [5]), str(report)
     assert "more frames than there are" in report.explanation
+
+
+def test_a_callback_may_read_what_was_logged_and_no_log_reaches_it(make):
+    class Reads(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = control.should_evaluate = True
+            if state.global_step > 1:
+                assert state.log_history[-1]["loss"] > 0
+                assert state.log_history[-1]["step"] == state.global_step - 1
+
+        def on_log(self, *args, **kwargs):
+            raise AssertionError("it would write a file")
+
+        on_save = on_evaluate = on_log
+
+    trainer = make(callbacks=[Reads()], logging_strategy="steps", logging_steps=1)
+    trainer.args.metric_for_best_model = "loss"
+    assert not (report := locate(trainer)).found
+    assert report.exception is None, str(report)
+    assert trainer.state.log_history == []

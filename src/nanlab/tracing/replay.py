@@ -1,11 +1,11 @@
 """Run a trainer until a batch fails, run that batch again under the tracer, and put everything back as it was.
 
 ``trainer.train()`` or ``trainer.evaluate()`` itself runs, so that accumulation, clipping, schedules, collators and
-your own callbacks are the real ones, up to ``max_steps``. Nothing is saved, logged, shown or (in training) evaluated,
-and a guard looks away. Each batch first runs untraced. If its loss or a gradient is not finite, if a parameter or a
-buffer has become NaN, if a tensor that the trainer keeps is no longer finite, or if it raises, all that it changed goes
-back, and the same batch runs once more under the tracer. What runs between the batches always runs under it:
-collators, callbacks, clipping, optimizer steps.
+your own callbacks are the real ones, up to ``max_steps``. Nothing is saved, shown or (in training) evaluated, what is
+logged goes into ``state.log_history`` and to nobody else, and a guard looks away. Each batch first runs untraced. If
+its loss or a gradient is not finite, if a parameter or a buffer has become NaN, if a tensor that the trainer keeps is
+no longer finite, or if it raises, all that it changed goes back, and the same batch runs once more under the tracer.
+What runs between the batches always runs under it: collators, callbacks, clipping, optimizer steps.
 
 Afterwards all that can be reached from the trainer holds what it held, bit for bit: parameters, gradients, optimizers,
 schedulers, scaler, modules and their hooks, callbacks, collators, generators of random numbers, your own attributes.
@@ -44,7 +44,7 @@ METHODS = {"train": "training_step", "eval": "prediction_step"}
 LIBRARIES = ("transformers.", "trl.", "nanlab.guard")
 # Their callbacks save, log and show, but for these, which end the run in time or change weights.
 KEPT = {"DefaultFlowCallback", "SyncRefModelCallback", "PEFTAdapterEMACallback", "BEMACallback"}
-SILENT = ("log", "save_model", "_save_checkpoint", "_maybe_log_save_evaluate", "_evaluate")
+SILENT = ("save_model", "_save_checkpoint", "_evaluate", "_determine_best_metric")
 
 IRREGULAR = "Something in it changes from one run to the next: an iterator or a file cannot be wound back."
 BETWEEN = "Look where they are computed: rewards, compute_metrics(), metrics of your own, the mean of all losses."
@@ -65,8 +65,8 @@ class Hunt:
     """One run of a trainer, up to the first batch that fails or to ``limit`` batches.
 
     ``fetched``: (rows of the dataset, the batch made of them), the last ones. ``part``, ``first``: which of several
-    evaluation sets, and its first batch. ``irregular``: batches that failed, but not again. ``logged``: names of TRL's
-    own metrics that are not finite.
+    evaluation sets, and its first batch. ``irregular``: batches that failed, but not again. ``logged``: name → value of
+    metrics that are not finite.
     """
 
     def __init__(self, trainer: Any, mode: str, limit: int | None) -> None:
@@ -88,7 +88,10 @@ class Hunt:
         handler.callbacks = [c for c in handler.callbacks if kept(type(c))]
         for callback in (c for c in handler.callbacks if type(c).__module__.startswith(LIBRARIES)):
             callback.on_train_end = lambda *_, **__: None  # BEMA's saves a model
-        vars(trainer).update(dict.fromkeys(SILENT, lambda *_, **__: None))
+        handler.on_save = lambda args, state, control: control
+        # Callbacks may read what was logged before.
+        log = lambda logs, *_, **__: trainer.state.log_history.append({**logs, "step": trainer.state.global_step})
+        vars(trainer).update(dict.fromkeys(SILENT, lambda *_, **__: None), log=log)
         self.original = getattr(trainer, METHODS[self.mode])
         setattr(trainer, METHODS[self.mode], self.step)
         trainer.get_eval_dataloader = functools.partial(self.open, trainer.get_eval_dataloader)
@@ -194,8 +197,7 @@ class Hunt:
             report.length = max(map(len, off), default=0)
         index = next((i for i, batch in reversed(self.fetched) if alike(batch, inputs)), [])
         size = len(index) or max(map(len, tokens.values()), default=0)
-        blocks = len(PARTS) if self.trl else 1
-        fits = tokens and report.length in [size * n for n in range(1, blocks + 1)]
+        fits = tokens and report.length in [size * n for n in range(1, len(PARTS) + 1 if self.trl else 2)]
         came_in = report.op.startswith(("batch ", UNNAMED, CONSTANT))
         # A collator has names of its own for what the batch is made of.
         came_in |= any(is_float(t) and Event().about(t, bad_mask(t)).rows == report.rows for t in tokens.values())
@@ -223,7 +225,6 @@ class Hunt:
 
     def conclude(self, metrics: Any) -> Report:
         """The report; if nothing was found, with what there is to say about the run."""
-        wrong = [*self.logged]
         for name, value in metrics.items() if isinstance(metrics, dict) else ():
             if isinstance(value, float) and not math.isfinite(value):
                 label = "values", f"the metric {name}"
@@ -231,14 +232,14 @@ class Hunt:
                 behind = self.tracer.sinks.get(label) or (value != value and self.tracer.latest.get("inf")) or ()
                 # NumPy makes NaN of inf. What the trainer only gathers may be NaN where a label is missing.
                 self.tracer.sinks[label] = [e for e in behind if e.root().name != UNNAMED]
-                self.report, wrong = verdict(self.tracer), [*wrong, name]
+                self.report, self.logged[name] = verdict(self.tracer), value
         if not self.report.found and self.report.batch is None:
             raised, begun = self.report.exception, self.batch + 1
             said = {
                 f"{self.mode} raised outside of its batches, after {begun} had begun.": raised,
                 f"Not one batch was run: the {self.mode}_dataset is empty or too small for one.": not (raised or begun),
                 f"Batches {self.irregular} failed, but not when they ran again. {IRREGULAR}": self.irregular,
-                f"Not finite, although no batch was to blame: {', '.join(wrong)}. {BETWEEN}": wrong,
+                f"Not finite, although no batch was to blame: {', '.join(self.logged)}. {BETWEEN}": self.logged,
             }
             self.report.explanation = " ".join(text for text, so in said.items() if so)
         return self.report
