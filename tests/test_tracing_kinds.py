@@ -465,6 +465,18 @@ def test_an_operation_that_divides_or_takes_a_logarithm_inside(step, cause, kind
     assert (report.cause, report.kind) == (cause, kind), str(report)
 
 
+def test_the_logarithm_of_a_determinant_makes_no_later_nan_its_own():
+    x, there = torch.eye(2, requires_grad=True), torch.tensor([True, False])
+
+    def step():
+        loss = torch.logdet(x) + x.sum()
+        return {"loss": loss, "by column": torch.where(there, x.detach().sum(0), NAN)}  # a sentinel handed back
+
+    assert not (report := locate(step)).found, str(report)
+    report = locate(lambda: sum(v.sum() for v in step().values()))
+    assert (report.cause, report.phase) == ("bad_input", "data"), str(report)
+
+
 def test_a_softmax_that_is_safe_from_masked_rows_is_none():
     x = torch.tensor([[-INF, -INF], [INF, 1]])
     report = locate(lambda: torch.ops.aten._safe_softmax(x, -1).sum(), x=x)

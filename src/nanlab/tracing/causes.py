@@ -309,9 +309,9 @@ def _(b: Birth) -> bool:
     Stay in log space: log_softmax and logsigmoid instead of log(softmax) and log(sigmoid), logsumexp instead of
     log(sum), and for log(1 − p) a log1mexp. An added eps only moves the problem into the gradient.
     """
-    # logdet() takes such a number where the determinant is negative.
-    known = b.op != "scalar_tensor" or (b.kind == "nan" and (False, "_linalg_slogdet") in b.counts.written.values())
-    return known and not any(kind == "nan" or (kind == "inf" and b.kind == "nan") for _, _, kind in b.inputs)
+    # logdet() takes such a number where the determinant is negative, right after it.
+    so = b.op != "scalar_tensor" or (b.kind, *[*b.counts.written.values()][-1:]) == ("nan", (False, "_linalg_slogdet"))
+    return so and not any(kind == "nan" or (kind == "inf" and b.kind == "nan") for _, _, kind in b.inputs)
 
 
 @row("zero_times_inf", PRODUCT, "04_log_of_zero")
