@@ -649,6 +649,8 @@ def test_a_callback_may_read_what_was_logged_and_no_log_reaches_it(make):
             if state.global_step > 1:
                 assert state.log_history[-1]["loss"] > 0
                 assert state.log_history[-1]["step"] == state.global_step - 1
+                assert 0 < state.log_history[-1]["epoch"] < state.epoch
+                assert state.log_history[-1]["num_input_tokens_seen"] >= 0
 
         def on_log(self, *args, **kwargs):
             raise AssertionError("it would write a file")
@@ -656,6 +658,7 @@ def test_a_callback_may_read_what_was_logged_and_no_log_reaches_it(make):
         on_save = on_evaluate = on_log
 
     trainer = make(callbacks=[Reads()], logging_strategy="steps", logging_steps=1)
+    trainer.args.include_num_input_tokens_seen, trainer.model.main_input_name = "all", "x"
     trainer.args.metric_for_best_model = "loss"
     assert not (report := locate(trainer)).found
     assert report.exception is None, str(report)

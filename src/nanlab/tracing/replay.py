@@ -88,10 +88,10 @@ class Hunt:
         handler.callbacks = [c for c in handler.callbacks if kept(type(c))]
         for callback in (c for c in handler.callbacks if type(c).__module__.startswith(LIBRARIES)):
             callback.on_train_end = lambda *_, **__: None  # BEMA's saves a model
-        handler.on_save = lambda args, state, control: control
-        # Callbacks may read what was logged before.
-        log = lambda logs, *_, **__: trainer.state.log_history.append({**logs, "step": trainer.state.global_step})
-        vars(trainer).update(dict.fromkeys(SILENT, lambda *_, **__: None), log=log)
+        handler.on_save = handler.on_log = lambda args, state, control, *_: control
+        # Callbacks may read what was logged before; a log() that somebody has added would also show it.
+        log = next(c.log for c in type(trainer).__mro__ if c.__module__.startswith("transformers."))
+        vars(trainer).update(dict.fromkeys(SILENT, lambda *_, **__: None), log=functools.partial(log, trainer))
         self.original = getattr(trainer, METHODS[self.mode])
         setattr(trainer, METHODS[self.mode], self.step)
         trainer.get_eval_dataloader = functools.partial(self.open, trainer.get_eval_dataloader)
