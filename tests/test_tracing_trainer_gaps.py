@@ -601,6 +601,20 @@ def test_an_overflow_is_its_own_beside_an_inf_that_was_made_small(make):
     assert (*verdict(report), report.batch) == ("overflow", "forward", line("too large"), 2), str(report)
 
 
+def test_a_bad_weight_is_no_fault_of_a_row_that_has_a_nan_of_its_own(make):
+    """Row 1 of the weight is bad, and so is row 1 of a field of the batch that nobody uses."""
+
+    class Spare(InOrder):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model.head(model.emb(inputs["x"])).square().mean()
+
+    model, rows = Net(), [{"x": i, "w": NAN if i % 3 == 1 else 1.0} for i in range(9)]
+    model.head.weight.data[1, 0] = NAN
+    report = locate(make(Spare, model=model, rows=rows, batch=3))
+    assert (report.cause, report.rows, report.length) == ("bad_state", [1], 3), str(report)
+    assert report.examples == []
+
+
 def test_a_learning_rate_that_the_schedule_has_divided_by_0_has_its_line(make):
     class Noam(InOrder):
         def create_scheduler(self, num_training_steps, optimizer=None):

@@ -200,8 +200,8 @@ class Hunt:
         fits = tokens and report.length in [size * n for n in range(1, len(PARTS) + 1 if self.trl else 2)]
         came_in = report.op.startswith(("batch ", UNNAMED, CONSTANT))
         # A collator has names of its own for what the batch is made of.
-        came_in |= any(is_float(t) and Event().about(t, bad_mask(t)).rows == report.rows for t in tokens.values())
-        if fits and (came_in or report.phase == "forward" or report.cause == "gradient_at_edge"):
+        own = [Event().about(t, bad_mask(t)).rows for t in tokens.values() if is_float(t) and report.phase == "data"]
+        if fits and (came_in or report.rows in own or report.phase == "forward" or report.cause == "gradient_at_edge"):
             report.examples = list(dict.fromkeys(index[row % size] for row in report.rows)) if index else []
             for row in report.rows[:4] if hasattr(getattr(self.trainer, "processing_class", None), "decode") else ():
                 part = PARTS[row // size] if report.length > size else ""
