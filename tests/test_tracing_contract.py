@@ -251,7 +251,13 @@ def clipped(parameters):
     return o
 
 
-@pytest.mark.parametrize("kind", [Unlimited, clipped])
+def weighted(parameters):
+    o = torch.optim.SGD(parameters, lr=1e-3)
+    o.param_groups[0] |= {"weights": torch.ones(3), "bounds": torch.tensor([-INF, INF]), "none": torch.ones(0)}
+    return o
+
+
+@pytest.mark.parametrize("kind", [Unlimited, clipped, weighted])
 @pytest.mark.parametrize("bad", [False, True], ids=["healthy", "bad row"])
 def test_a_setting_of_inf_is_no_fault_and_hides_none(kind, bad):
     model, x = net(), torch.randn(4, 8)

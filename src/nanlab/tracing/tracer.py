@@ -127,8 +127,7 @@ class Tracer(TorchDispatchMode):
             if self.optimizers.get(optimizer) != len(parameters):  # afterwards every write is seen
                 self.names.adopt_optimizer(optimizer)
                 self.optimizers[optimizer] = len(parameters)
-                came_in = [v for state in optimizer.state.values() for v in state.values()]
-                came_in += [p.grad for p in parameters]
+                came_in = [v for s in optimizer.state.values() for v in s.values()] + [p.grad for p in parameters]
             largest, spoilt = self.ranges()
             self.growth.append((self.n, largest))
             for t in came_in + spoilt:
@@ -141,7 +140,8 @@ class Tracer(TorchDispatchMode):
     def look_at_settings(self, optimizer: Optimizer) -> None:
         """A learning rate, mostly no tensor. An inf is a finding only where it does harm: some are inf by design."""
         for name, value in ((k, v) for g in optimizer.param_groups for k, vs in g.items() for v in as_list(vs)):
-            if isinstance(value, (float, np.floating, Tensor)) and name != "params" and not math.isfinite(value):
+            single = isinstance(value, (float, np.floating)) or (is_float(value) and value.numel() == 1)
+            if single and name != "params" and not math.isfinite(value):
                 kind, label = "nan" if value != value else "inf", f"{name} of the optimizer"
                 self.names.add(value, label, "bad_state")
                 said, read = f"{name} is {float(value)} when step() is called.", self.reads.get(str(float(value)), ())
