@@ -477,6 +477,46 @@ def test_the_logarithm_of_a_determinant_makes_no_later_nan_its_own():
     assert (report.cause, report.phase) == ("bad_input", "data"), str(report)
 
 
+def largest(dtype=torch.float32):
+    return torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize(
+    ("bound", "apart"),
+    [
+        (torch.nan_to_num, True),
+        (torch.nan_to_num, False),
+        (lambda t: torch.minimum(torch.tensor(largest()), t), False),
+        (lambda t: torch.zeros(3).add_(torch.nan_to_num(t)), False),
+    ],
+    ids=["apart", "its own", "minimum, the second", "added in place"],
+)
+def test_an_inf_made_finite_is_behind_an_overflow_only_of_what_it_went_into(bound, apart):
+    w = torch.ones(3, requires_grad=True)
+
+    def step():
+        shown = bound(1 / torch.tensor([1.0, 0.0, 2.0]))
+        scores = w.masked_fill(torch.tensor([False, True, False]), -largest()) if apart else w * shown
+        scores = scores / 0.5
+        return (scores.softmax(-1) * scores).sum()
+
+    report = locate(step)
+    assert (report.cause, report.rows) == ("overflow" if apart else "division_by_zero", [1]), str(report)
+
+
+def test_a_mask_made_finite_is_not_the_beginning_of_an_overflow():
+    mask = torch.tensor([False, True, False])
+
+    def step():
+        scores = torch.ones(3, requires_grad=True) + torch.zeros(3).masked_fill(mask, -INF).clamp(min=-largest())
+        scores = scores * 2
+        return (scores.softmax(-1) * scores).sum()
+
+    report = locate(step)
+    assert report.cause == "overflow", str(report)
+    assert report.story[0].startswith("forward: mul made inf"), str(report)
+
+
 def test_a_softmax_that_is_safe_from_masked_rows_is_none():
     x = torch.tensor([[-INF, -INF], [INF, 1]])
     report = locate(lambda: torch.ops.aten._safe_softmax(x, -1).sum(), x=x)

@@ -118,8 +118,7 @@ class Hunt:
     def look(self) -> None:
         """Since the last batch: has anything spoilt gradients, parameters, optimizer state, or TRL's own metrics?"""
         sink_state(self.tracer)
-        report = verdict(self.tracer)
-        if self.agreed(report.found):
+        if self.agreed((report := verdict(self.tracer)).found):
             self.stop(report, {})
         self.tracer.sinks = {}
         metrics = vars(self.trainer).get("_metrics", {}).get(self.mode, {}) if self.trl else {}

@@ -81,7 +81,8 @@ class Tracer(TorchDispatchMode):
     ``passed``: where forward has handed bad numbers on.
     Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
     ``lifted``, made of Python numbers → the events behind what had been read by then; ``dropped``, a sum → the events
-    of what nansum has left out, and of what nan_to_num() or clamp() have made finite ("bounded").
+    of what nansum has left out; ``bounded``, made of what nan_to_num() or clamp() have put in place of inf → those of
+    the inf.
     Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``answer``, the
     last answer that a bad number gave (``tests``: storages of such), ``looked``: when it, or such a number, was read;
     ``chosen``, the last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``,
@@ -100,7 +101,7 @@ class Tracer(TorchDispatchMode):
         self.names, self.counts, self.taint = Names(), Counts(forwards), Taint()
         self.n, self.went_backward, self.engine, self.forward, self.outside, self.sinks = 0, -1, -1, {}, Place(), {}
         self.put, self.came, self.passed, self.lifted, self.dropped = set(), set(), set(), {}, {}
-        self.reads, self.tests, self.latest = {}, {}, {}
+        self.reads, self.tests, self.latest, self.bounded = {}, {}, {}, {}
         self.last, self.chosen, self.answer, self.refused, self.sends = (), (), (), (), ()
         self.steps, self.optimizers, self.settings, self.growth = [None], {}, {}, []
         self.scaler_skips, self.raised_about_nan, self.call, self.looked = False, False, "", -1
@@ -301,17 +302,19 @@ class Tracer(TorchDispatchMode):
     def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         self.counts.note(name, args, out, outs)
-        bounds = name.startswith(("nan_to_num", "clamp", "clip", "minimum"))
-        if (bounds or name == "nansum") and (events := self.guilty(args[0])) and (not bounds or big(out)):
-            self.dropped["bounded" if bounds else key_of(out)] = events
+        self.dropped |= {key_of(out): self.guilty(args[0])} if name == "nansum" else {}
+        bounds = self.taint and name.startswith(("nan_to_num", "clamp", "clip", "minimum")) and any(map(big, outs))
+        given = filter(is_float, tree_leaves(args)) if bounds or self.bounded else ()
+        behind = merge(self.bounded.get(key_of(t)) or (self.guilty(t) if bounds else ()) for t in given)
+        self.bounded |= {key_of(t): [e for e in behind if not e.root().deliberate] for t in (outs if behind else ())}
         whole = lambda t: not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
         drawn = any(isinstance(t, Tensor) and whole(t) for t in as_list(out))
         looks = (drawn or name == "_local_scalar_dense") and args and is_float(args[0])
         kind = bad(args[0]) if looks else ""
-        if kind and not drawn:
-            if all(e.phase == "data" for e in self.reads.get(kind, ())):  # a sentinel may have been read before
-                self.reads[kind] = self.guilty(args[0])
-        elif kind == "nan":
+        # A sentinel may have been read before.
+        if kind and not drawn and all(e.phase == "data" for e in self.reads.get(kind, ())):
+            self.reads[kind] = self.guilty(args[0])
+        elif kind == "nan" and drawn:
             self.chosen = self.guilty(args[0])  # argmax, long(), a drawn token
         elif name.startswith("_amp_foreach"):  # GradScaler; at a scale of 1 there is nothing left to lower
             self.scaler_skips |= bool(args[1]) and float(args[2]) < 1
@@ -390,10 +393,10 @@ class Tracer(TorchDispatchMode):
             event.cause, event.phase, event.name = "bad_input", "data", f"{what} {event.op}"
             event.explanation = "That line writes it: ask what it stands for, a missing value or a mask."
         # All of it may have been dropped since it was bad, or the largest number may stand in place of inf.
-        x, bounded = birth.get("self"), any(big(x) for _, x, _ in birth.inputs) and not self.scaler_skips
+        x, near = birth.get("self"), any(big(x) for _, x, _ in birth.inputs) and not self.scaler_skips
         lost = [e for e in self.dropped.get(key_of(x), ()) if e.root().phase != "data"] if is_float(x) else []
-        behind = [parents, read, self.dropped.get("bounded", ()) if bounded else ()]
-        event.parents = merge([lost] if event.cause == "empty_mean" else behind)
+        bounded = [self.bounded.get(key_of(x), ()) for _, x in birth.tensors() if near]
+        event.parents = merge([lost] if event.cause == "empty_mean" else [parents, read, *bounded])
         # The logarithm of 0 and 1 is a mask that will be added.
         event.selects = event.cause == "log_of_zero" and self.counts.whole(x) and is_mask(birth.out)
         passed_on = birth.op == "_log_softmax" and bool(parents) and all(p.deliberate for p in parents)
