@@ -504,6 +504,14 @@ def test_an_inf_made_finite_is_behind_an_overflow_only_of_what_it_went_into(boun
     assert (report.cause, report.rows) == ("overflow" if apart else "division_by_zero", [1]), str(report)
 
 
+def test_an_inf_made_finite_is_not_behind_a_division_by_0_nor_behind_what_was_small_since():
+    bounded = lambda: torch.nan_to_num(1 / torch.tensor([1.0, 0.0, 2.0]))
+    report = locate(lambda: (bounded() / torch.zeros(3)).sum())
+    assert (report.cause, report.op) == ("division_by_zero", "div"), str(report)
+    report = locate(lambda: (torch.cat([bounded().clamp(max=5.0), torch.ones(3)]) * 3e38)[3:].mul(2).sum())
+    assert report.cause == "overflow", str(report)
+
+
 def test_a_mask_made_finite_is_not_the_beginning_of_an_overflow():
     mask = torch.tensor([False, True, False])
 

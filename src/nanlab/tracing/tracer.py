@@ -303,8 +303,8 @@ class Tracer(TorchDispatchMode):
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         self.counts.note(name, args, out, outs)
         self.dropped |= {key_of(out): self.guilty(args[0])} if name == "nansum" else {}
-        bounds = self.taint and name.startswith(("nan_to_num", "clamp", "clip", "minimum")) and any(map(big, outs))
-        given = filter(is_float, tree_leaves(args)) if bounds or self.bounded else ()
+        bounds = self.taint and name.startswith(("nan_to_num", "clamp", "clip", "minimum"))
+        given = filter(is_float, tree_leaves(args)) if (bounds or self.bounded) and any(map(big, outs)) else ()
         behind = merge(self.bounded.get(key_of(t)) or (self.guilty(t) if bounds else ()) for t in given)
         self.bounded |= {key_of(t): [e for e in behind if not e.root().deliberate] for t in (outs if behind else ())}
         whole = lambda t: not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
@@ -393,9 +393,9 @@ class Tracer(TorchDispatchMode):
             event.cause, event.phase, event.name = "bad_input", "data", f"{what} {event.op}"
             event.explanation = "That line writes it: ask what it stands for, a missing value or a mask."
         # All of it may have been dropped since it was bad, or the largest number may stand in place of inf.
-        x, near = birth.get("self"), any(big(x) for _, x, _ in birth.inputs) and not self.scaler_skips
+        x, near = birth.get("self"), event.cause == "overflow" and any(big(x) for _, x, _ in birth.inputs)
         lost = [e for e in self.dropped.get(key_of(x), ()) if e.root().phase != "data"] if is_float(x) else []
-        bounded = [self.bounded.get(key_of(x), ()) for _, x in birth.tensors() if near]
+        bounded = [self.bounded.get(key_of(x), ()) for _, x in birth.tensors() if near and not self.scaler_skips]
         event.parents = merge([lost] if event.cause == "empty_mean" else [parents, read, *bounded])
         # The logarithm of 0 and 1 is a mask that will be added.
         event.selects = event.cause == "log_of_zero" and self.counts.whole(x) and is_mask(birth.out)
