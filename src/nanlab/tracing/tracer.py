@@ -81,8 +81,8 @@ class Tracer(TorchDispatchMode):
     ``passed``: where forward has handed bad numbers on.
     Storages: ``put``, that something bad was copied into as it was; ``came``, that nothing here has written;
     ``lifted``, made of Python numbers → the events behind what had been read by then; ``dropped``, a sum → the events
-    of what nansum has left out; ``bounded``, made of what nan_to_num() or clamp() have put in place of inf → those of
-    the inf.
+    of what nansum has left out, or large numbers made of what nan_to_num() or clamp() have put in place of inf → those
+    of the inf.
     Events behind numbers that left the tensors: ``reads``, kind → the first that was read into Python; ``answer``, the
     last answer that a bad number gave (``tests``: storages of such), ``looked``: when it, or such a number, was read;
     ``chosen``, the last whole number made of NaN; ``refused``, the arguments of an operation that raised; ``latest``,
@@ -101,7 +101,7 @@ class Tracer(TorchDispatchMode):
         self.names, self.counts, self.taint = Names(), Counts(forwards), Taint()
         self.n, self.went_backward, self.engine, self.forward, self.outside, self.sinks = 0, -1, -1, {}, Place(), {}
         self.put, self.came, self.passed, self.lifted, self.dropped = set(), set(), set(), {}, {}
-        self.reads, self.tests, self.latest, self.bounded = {}, {}, {}, {}
+        self.reads, self.tests, self.latest = {}, {}, {}
         self.last, self.chosen, self.answer, self.refused, self.sends = (), (), (), (), ()
         self.steps, self.optimizers, self.settings, self.growth = [None], {}, {}, []
         self.scaler_skips, self.raised_about_nan, self.call, self.looked = False, False, "", -1
@@ -302,11 +302,11 @@ class Tracer(TorchDispatchMode):
     def remember(self, name: str, args: tuple, out: object, outs: list[Tensor]) -> None:
         """What cannot be seen later: which tensors count, and which bad numbers left the tensors."""
         self.counts.note(name, args, out, outs)
-        self.dropped |= {key_of(out): self.guilty(args[0])} if name == "nansum" else {}
-        bounds = self.taint and name.startswith(("nan_to_num", "clamp", "clip", "minimum"))
-        given = filter(is_float, tree_leaves(args)) if (bounds or self.bounded) and any(map(big, outs)) else ()
-        behind = merge(self.bounded.get(key_of(t)) or (self.guilty(t) if bounds else ()) for t in given)
-        self.bounded |= {key_of(t): [e for e in behind if not e.root().deliberate] for t in (outs if behind else ())}
+        drops = self.taint and name.startswith(("nansum", "nan_to_num", "clamp", "clip", "minimum"))
+        if (drops or self.dropped) and (name == "nansum" or any(map(big, outs))):
+            given = filter(is_float, tree_leaves(args))
+            behind = merge(self.dropped.get(key_of(t)) or (self.guilty(t) if drops else ()) for t in given)
+            self.dropped |= dict.fromkeys(map(key_of, outs), tuple(e for e in behind if not e.root().deliberate))
         whole = lambda t: not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
         drawn = any(isinstance(t, Tensor) and whole(t) for t in as_list(out))
         looks = (drawn or name == "_local_scalar_dense") and args and is_float(args[0])
@@ -395,7 +395,7 @@ class Tracer(TorchDispatchMode):
         # All of it may have been dropped since it was bad, or the largest number may stand in place of inf.
         x, near = birth.get("self"), event.cause == "overflow" and any(big(x) for _, x, _ in birth.inputs)
         lost = [e for e in self.dropped.get(key_of(x), ()) if e.root().phase != "data"] if is_float(x) else []
-        bounded = [self.bounded.get(key_of(x), ()) for _, x in birth.tensors() if near and not self.scaler_skips]
+        bounded = [self.dropped.get(key_of(x), ()) for _, x in birth.tensors() if near and not self.scaler_skips]
         event.parents = merge([lost] if event.cause == "empty_mean" else [parents, read, *bounded])
         # The logarithm of 0 and 1 is a mask that will be added.
         event.selects = event.cause == "log_of_zero" and self.counts.whole(x) and is_mask(birth.out)
