@@ -83,7 +83,7 @@ PAIRS = [("log_of_zero", "overflow"), ("zero_over_zero", "zero_over_zero"), ("di
 
 @pytest.mark.parametrize("harmful", ["first", "second"])
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-@pytest.mark.parametrize(("way", "drop"), itertools.product(WAYS, DROPS))
+@pytest.mark.parametrize(("way", "drop"), list(itertools.product(WAYS, DROPS)))
 def test_the_one_that_is_kept_is_to_blame(way, drop, pair, harmful):
     weight = torch.ones(4, requires_grad=True)
     keep = torch.tensor([harmful == "first", harmful == "second", True])
