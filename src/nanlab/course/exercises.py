@@ -551,6 +551,14 @@ def _plain_bool(result):
     return bool(result) if of_torch or isinstance(result, np.bool_) else result
 
 
+def _yes_or_no(answer, *given) -> tuple:
+    """(the bool that `answer` gives back, "") or (None, what went wrong)."""
+    got, trouble = _ask(answer, *given, read=_plain_bool)
+    if not trouble and not isinstance(got, bool):
+        trouble = f"return True or False, not {_shown(got)}."
+    return (None, trouble) if trouble else (got, "")
+
+
 def _try_06_step(step, scale: float, calls: list, growth_interval: int) -> str:
     import torch
 
@@ -954,12 +962,9 @@ def _problem_10_is_right(is_right) -> str:
     }
     for functions, expected in ((right, True), (wrong, False)):
         for name, average in functions.items():
-            result, trouble = _ask(is_right, average)
+            got, trouble = _yes_or_no(is_right, average)
             if trouble:
                 return f"for {name} your test is at fault: {trouble}"
-            got = _plain_bool(result)
-            if not isinstance(got, bool):
-                return f"for {name}: return True or False, not {_shown(got)}."
             if got != expected:
                 kind = "a right function" if expected else "a wrong function"
                 return f"{kind} {'fails' if expected else 'passes'} your test: {name}."
@@ -1008,12 +1013,9 @@ def _problem_11_decides(decides) -> str:
                 for one in runs
                 for other in runs
             )
-            result, trouble = _ask(decides, [dict(run) for run in runs], list(factors))
+            got, trouble = _yes_or_no(decides, [dict(run) for run in runs], list(factors))
             if trouble:
                 return f"{what}, factors {factors}: {trouble}"
-            got = _plain_bool(result)
-            if not isinstance(got, bool):
-                return f"{what}, factors {factors}: return True or False, not {_shown(got)}."
             if got != expected:
                 return f"{what}: do the factors {factors} decide? {expected}, and yours says {got}."
     return ""
